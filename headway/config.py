@@ -1,0 +1,301 @@
+"""The knobs: one typed section per component, a sentence each, validated once, before anything is loaded.
+
+A run is described by a TOML file and any number of `--section.key=value` overrides. An unknown key is an error that
+names the nearest known one. A component is given its own section and never reads another's.
+"""
+
+import difflib
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from headway.codec import portable
+from headway.errors import ConfigError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        portable(cls)
+
+    def to_plain(self) -> dict[str, Any]:
+        return self.model_dump()
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Self:
+        return cls.model_validate(plain)
+
+
+class RunSection(Section):
+    dir: str = Field("", description="directory of this run; empty means runs/<name of the config file>")
+    seed: int = Field(0, ge=0, description="seed of everything random in the run")
+    steps: int = Field(100, ge=1, description="training steps until the run ends")
+    runtime: Literal["local", "inline"] = Field("local", description="processes on this machine, or all in this one")
+    deterministic: bool = Field(False, description="bit-for-bit repeatable generation, at some cost in speed")
+    deadline_s: float = Field(600.0, gt=0, description="longest wait for any one answer of a worker, in seconds")
+
+
+class InitSection(Section):
+    hidden_size: int = Field(192, ge=16, description="width of a model built from nothing")
+    num_layers: int = Field(4, ge=1, description="its number of layers")
+    num_heads: int = Field(4, ge=1, description="its attention heads")
+    num_kv_heads: int = Field(4, ge=1, description="its key/value heads")
+    intermediate_size: int = Field(512, ge=16, description="width of its feed-forward layers")
+    alphabet: str = Field("", description="characters of its tokenizer; empty means load the model from path")
+
+
+class ModelSection(Section):
+    path: str = Field(description="transformers directory or hub name of the model to start from")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of the published weights")
+    init: InitSection = Field(default_factory=InitSection, description="shape of a model built by `sft`")
+
+
+class TaskSection(Section):
+    train: str = Field(description="training rows: a .jsonl file, or file.py:function that returns rows")
+    eval: str = Field("", description="held-out rows, in the same forms; empty means no evaluation")
+    prompt_field: str = Field("prompt", description="the row's field that holds the prompt (text or chat messages)")
+    chat: bool = Field(False, description="wrap the prompt into the model's chat template")
+    suffix: str = Field("", description="text added after every text prompt, such as an instruction")
+    verifier: str = Field(description="file.py:function or module:function, (task, text) -> score")
+
+
+class SamplingSection(Section):
+    temperature: float = Field(1.0, gt=0, le=10, description="sampling temperature of training rollouts")
+    top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0 keeps all")
+    top_p: float = Field(1.0, gt=0, le=1, description="keep the likeliest tokens up to this mass; 1 keeps all")
+    max_tokens: int = Field(256, ge=1, description="longest completion")
+    stop_strings: list[str] = Field([], description="texts that end a completion, beside the end-of-text token")
+
+
+class RolloutSection(Section):
+    workers: int = Field(1, ge=1, le=256, description="rollout processes")
+    group_size: int = Field(8, ge=1, description="trajectories sampled from each prompt")
+    workflow: str = Field("headway.workflows.single_turn:SingleTurn", description="how an episode runs")
+    max_groups: int = Field(0, ge=0, description="most groups admitted and not yet taken; 0 leaves it to staleness")
+
+
+class RewardSection(Section):
+    workers: int = Field(1, ge=1, le=256, description="verifier processes")
+    deadline_s: float = Field(10.0, gt=0, description="a verifier running longer than this is killed, in seconds")
+    retries: int = Field(1, ge=0, le=10, description="how often a verifier that broke is asked again")
+
+
+class EngineSection(Section):
+    kind: Literal["embedded", "fake"] = Field(
+        "embedded", description="who generates: the embedded engine, or a stand-in"
+    )
+    device: str = Field("cpu", description="where it computes")
+    max_num_seqs: int = Field(64, ge=1, description="sequences decoded together")
+    max_context: int = Field(0, ge=0, description="longest sequence; 0 takes the model's own limit")
+    kv_tokens: int = Field(65536, ge=256, description="key/value memory, in tokens")
+    prefill_chunk: int = Field(512, ge=16, description="most prompt tokens computed between two decode steps")
+    kv_on_swap: Literal["recompute", "keep"] = Field(
+        "recompute", description="what becomes of running sequences' keys and values"
+    )
+    chunk_tokens: int = Field(32, ge=1, description="tokens per streamed chunk")
+    threads: int = Field(1, ge=1, description="CPU threads of the engine")
+
+
+class StalenessSection(Section):
+    max_staleness: int = Field(4, ge=0, description="the bound η in versions; 0 is synchronous training")
+    window: int = Field(0, ge=-1, description="take-order window W in groups; 0 means one batch, -1 means no bound")
+
+
+class TrainerSection(Section):
+    batch_groups: int = Field(32, ge=1, description="groups per training step (B)")
+    minibatches: int = Field(1, ge=1, description="optimizer steps per training step")
+    token_budget: int = Field(8192, ge=16, description="most tokens in one micro-batch")
+    lr: float = Field(2e-5, gt=0, description="learning rate after warm-up")
+    warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises linearly")
+    weight_decay: float = Field(0.05, ge=0, description="AdamW weight decay")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW β1")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW β2")
+    adam_eps: float = Field(1e-5, gt=0, description="AdamW ε")
+    clip_norm: float = Field(1.0, gt=0, description="largest gradient norm")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    logprob_chunk: int = Field(2048, ge=1, description="tokens whose logits exist at one time")
+    threads: int = Field(2, ge=1, description="CPU threads of the trainer")
+    max_skipped: int = Field(3, ge=1, description="non-finite steps in a row that end the run")
+
+
+class AlgorithmSection(Section):
+    objective: Literal["decoupled", "naive"] = Field("decoupled", description="decoupled PPO (Eq. 5) or plain PPO")
+    clip_eps: float = Field(0.2, gt=0, lt=1, description="PPO clipping range ε")
+    behaviour_cap: float = Field(0.0, ge=0, description="largest π_prox/π_behav kept; 0 never caps")
+    behaviour_cap_mode: Literal["mask", "truncate"] = Field(
+        "mask", description="drop tokens over the cap, or clamp them to it"
+    )
+    advantage: Literal["group", "batch"] = Field(
+        "group", description="normalise rewards within the group, or over the batch"
+    )
+    reward_scale: float = Field(1.0, gt=0, description="factor on every reward")
+    reward_shift: float = Field(0.0, description="added to every reward before scaling")
+
+
+class EvaluateSection(Section):
+    every: int = Field(0, ge=0, description="steps between held-out evaluations; 0 evaluates at start and end only")
+    limit: int = Field(500, ge=1, description="held-out rows used")
+    temperature: float = Field(0.0, ge=0, description="sampling temperature of evaluation; 0 is greedy")
+
+
+class CheckpointSection(Section):
+    every: int = Field(20, ge=1, description="steps between checkpoints")
+
+
+class MetricsSection(Section):
+    tensorboard: bool = Field(True, description="write TensorBoard files")
+    wandb_project: str = Field("", description="also log to this Weights & Biases project")
+    stats_every_s: float = Field(1.0, gt=0, description="seconds between looks at the engine")
+
+
+class SftSection(Section):
+    steps: int = Field(200, ge=1, description="optimizer steps of the warm-up")
+    batch_size: int = Field(64, ge=1, description="rows per step")
+    lr: float = Field(1e-3, gt=0, description="learning rate after warm-up")
+    warmup_steps: int = Field(20, ge=0, description="steps over which the learning rate rises linearly")
+    train: str = Field("", description="rows with a prompt and a completion; same forms as task.train")
+    completion_field: str = Field("completion", description="the row's field that holds the completion")
+    out: str = Field("", description="where the trained model goes; empty means the run directory's model/")
+
+
+class Config(Section):
+    """Everything a run can be told. Sections are components; fields are knobs."""
+
+    run: RunSection = Field(default_factory=RunSection)
+    model: ModelSection
+    task: TaskSection
+    sampling: SamplingSection = Field(default_factory=SamplingSection)
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    reward: RewardSection = Field(default_factory=RewardSection)
+    engine: EngineSection = Field(default_factory=EngineSection)
+    staleness: StalenessSection = Field(default_factory=StalenessSection)
+    trainer: TrainerSection = Field(default_factory=TrainerSection)
+    algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
+    evaluate: EvaluateSection = Field(default_factory=EvaluateSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    metrics: MetricsSection = Field(default_factory=MetricsSection)
+    sft: SftSection = Field(default_factory=SftSection)
+
+
+def load(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Read a TOML file, apply `--a.b=c` overrides, validate, and fill in the run directory."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"config file {path} does not exist")
+    try:
+        values = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for override in overrides or []:
+        _apply_override(values, override)
+    values.setdefault("run", {}).setdefault("dir", f"runs/{path.stem}")
+    return validate(values, str(path))
+
+
+def validate(values: dict[str, Any], where: str = "config") -> Config:
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {_sentence(error)}") from None
+    _check_contradictions(config, where)
+    return config
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, separator, text = override.removeprefix("--").partition("=")
+    if not separator or "." not in key:
+        raise ConfigError(f"override {override!r} is not of the form --section.key=value")
+    *sections, name = key.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"override {override!r}: {section} is not a section")
+    values[name] = _parse_value(text)
+
+
+def _parse_value(text: str) -> Any:
+    """A TOML value where it is one (numbers, booleans, lists, quoted strings), else the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first problem as one sentence; for an unknown key, with the nearest known one."""
+    problem = error.errors()[0]
+    location = [str(part) for part in problem["loc"]]
+    key = ".".join(location)
+    if problem["type"] == "extra_forbidden":
+        nearest = difflib.get_close_matches(location[-1], _keys_at(location[:-1]), n=1, cutoff=0.4)
+        elsewhere = [known for known in all_keys() if known.split(".")[-1] == location[-1]]
+        hint = ([".".join([*location[:-1], nearest[0]])] if nearest else elsewhere)[:1]
+        return f"unknown key {key}" + (f"; did you mean {hint[0]}?" if hint else "")
+    if problem["type"] == "missing":
+        return f"{key} is required ({_describe(location)})"
+    got = json.dumps(problem["input"], default=str)
+    return f"{key} = {got} is not possible: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+
+
+def _section_at(location: list[str]) -> type[BaseModel]:
+    section: type[BaseModel] = Config
+    for part in location:
+        annotation = section.model_fields[part].annotation
+        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        section = annotation
+    return section
+
+
+def _keys_at(location: list[str]) -> list[str]:
+    return list(_section_at(location).model_fields)
+
+
+def _describe(location: list[str]) -> str:
+    field = _section_at(location[:-1]).model_fields[location[-1]]
+    return field.description or f"section [{location[-1]}]"
+
+
+def all_keys() -> dict[str, str]:
+    """Every knob as section.key, with its sentence: the source of `headway train --help`."""
+    keys: dict[str, str] = {}
+
+    def visit(section: type[BaseModel], prefix: str) -> None:
+        for name, field in section.model_fields.items():
+            annotation = field.annotation
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                visit(annotation, f"{prefix}{name}.")
+            else:
+                keys[f"{prefix}{name}"] = field.description or ""
+
+    visit(Config, "")
+    return keys
+
+
+def _check_contradictions(config: Config, where: str) -> None:
+    batch, rollout, trainer = config.trainer.batch_groups, config.rollout, config.trainer
+    longest = config.engine.max_context
+    problems = {
+        f"rollout.max_groups = {rollout.max_groups} can never fill a batch of trainer.batch_groups = {batch}; "
+        "raise max_groups or lower batch_groups": 0 < rollout.max_groups < batch,
+        f"trainer.token_budget = {trainer.token_budget} is smaller than one sequence of engine.max_context = {longest} "
+        "tokens; raise the budget or lower the context": longest and trainer.token_budget < longest,
+        f"trainer.minibatches = {trainer.minibatches} is more than trainer.batch_groups = {batch}; lower minibatches": (
+            trainer.minibatches > batch
+        ),
+        f"engine.kv_tokens = {config.engine.kv_tokens} cannot hold two sequences of engine.max_context = {longest}; "
+        "raise kv_tokens or lower max_context": longest and config.engine.kv_tokens < 2 * longest,
+        f"sampling.max_tokens = {config.sampling.max_tokens} leaves no room for a prompt in engine.max_context = "
+        f"{longest}; lower max_tokens": longest and config.sampling.max_tokens >= longest,
+        "algorithm.advantage = group compares trajectories of one prompt and needs rollout.group_size of 2 or more": (
+            config.algorithm.advantage == "group" and rollout.group_size < 2
+        ),
+        "engine.device is neither cpu nor cuda": config.engine.device not in ("cpu", "cuda"),
+    }
+    for sentence, wrong in problems.items():
+        if wrong:
+            raise ConfigError(f"{where}: {sentence}")

@@ -1,0 +1,368 @@
+"""The nouns: everything that travels between the parts, frozen, typed, with lengths checked at birth. No torch.
+
+Invariants that live here:
+  8. Groups know themselves: a trajectory names its group by containment, never by its place in an array, and a
+     group that lost trajectories says so.
+  9. Stop reasons travel with the completion; truncation is never inferred from length.
+
+Array suffixes: T tokens of one sequence, P tokens of a prompt.
+"""
+
+import math
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.codec import noun, word
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+NOT_SAMPLED = -1
+"""The version of a token that no policy sampled (a prompt's, a tool's)."""
+
+
+@word
+class StopReason(StrEnum):
+    STOP = "stop"  # a stop token or stop string
+    LENGTH = "length"  # max_tokens reached
+    CONTEXT = "context"  # the model's context is full
+    ABORTED = "aborted"  # the client asked for it
+
+
+@word
+class DropReason(StrEnum):
+    FAILED = "failed"  # no trajectory of the group survived its workflow or its verifier
+    NON_FINITE = "non_finite"  # the training step that took it was skipped
+
+
+def _check_lengths(owner: str, **arrays: NDArray[Any]) -> None:
+    lengths = {name: len(array) for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"{owner}: lengths differ: {lengths}")
+
+
+def _check_dtypes(owner: str, dtype: type, **arrays: NDArray[Any]) -> None:
+    for name, array in arrays.items():
+        if array.dtype != dtype:
+            raise ValueError(f"{owner}.{name} is {array.dtype}, not {np.dtype(dtype)}")
+
+
+@noun
+class Prompt:
+    """A task instance: its tokens, its text, and what its verifier needs."""
+
+    index: int
+    tokens: Ints
+    text: str
+    task: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        _check_dtypes("Prompt", np.int32, tokens=self.tokens)
+        if len(self.tokens) == 0:
+            raise ValueError(f"prompt {self.index} has no tokens")
+
+
+@noun
+class Sampling:
+    temperature: float = 1.0  # 0 is greedy; log-probs are then given at temperature 1
+    top_k: int = 0  # 0 keeps every token
+    top_p: float = 1.0
+    max_tokens: int = 256
+    stop_tokens: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"temperature must be 0 or more, not {self.temperature}")
+        if not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_tokens < 1:
+            raise ValueError(f"top_p in (0, 1], top_k of 0 or more and max_tokens of 1 or more, not {self}")
+
+
+@noun
+class RequestKey:
+    """What a request's randomness depends on, beside the seed and the position: never on who shares its batch."""
+
+    group: int
+    trajectory: int
+    call: int = 0
+    stream: str = "train"
+
+    def __str__(self) -> str:
+        return f"{self.stream}/{self.group}/{self.trajectory}/{self.call}"
+
+
+@noun
+class Request:
+    key: RequestKey
+    tokens: Ints
+    sampling: Sampling
+    seed: int
+
+    def __post_init__(self) -> None:
+        _check_dtypes("Request", np.int32, tokens=self.tokens)
+        if len(self.tokens) == 0:
+            raise ValueError(f"request {self.key} has no prompt tokens")
+
+
+@noun
+class Chunk:
+    """Tokens sampled since the last chunk of the same request."""
+
+    tokens: Ints
+    logprobs: Floats
+    versions: Ints
+
+    def __post_init__(self) -> None:
+        _check_lengths("Chunk", tokens=self.tokens, logprobs=self.logprobs, versions=self.versions)
+
+
+@noun
+class Completion:
+    """All tokens one request produced, across any number of interruptions, and why it ended."""
+
+    tokens: Ints
+    logprobs: Floats
+    versions: Ints
+    stop: StopReason
+
+    def __post_init__(self) -> None:
+        _check_lengths("Completion", tokens=self.tokens, logprobs=self.logprobs, versions=self.versions)
+        _check_dtypes("Completion", np.int32, tokens=self.tokens, versions=self.versions)
+        _check_dtypes("Completion", np.float32, logprobs=self.logprobs)
+
+
+@noun
+class Scores:
+    """Log-probs of given tokens under the weights of `version`; position 0 of each sequence is 0."""
+
+    version: int
+    logprobs: tuple[Floats, ...]
+
+
+@noun
+class Sequence:
+    """Four arrays of one length; `logprobs[t]` is that of `tokens[t]` given what precedes it, where it was sampled."""
+
+    tokens: Ints
+    loss_mask: Floats
+    logprobs: Floats
+    versions: Ints
+
+    def __post_init__(self) -> None:
+        arrays = {"tokens": self.tokens, "versions": self.versions}
+        floats = {"loss_mask": self.loss_mask, "logprobs": self.logprobs}
+        _check_lengths("Sequence", **arrays, **floats)
+        _check_dtypes("Sequence", np.int32, **arrays)
+        _check_dtypes("Sequence", np.float32, **floats)
+
+    @classmethod
+    def single_turn(cls, prompt_P: Ints, completion: Completion) -> "Sequence":
+        """A prompt with its completion: only what was sampled is trained."""
+        num_prompt, num_sampled = len(prompt_P), len(completion.tokens)
+        return cls(
+            tokens=np.concatenate([prompt_P, completion.tokens]),
+            loss_mask=np.repeat(np.array([0, 1], np.float32), [num_prompt, num_sampled]),
+            logprobs=np.concatenate([np.zeros(num_prompt, np.float32), completion.logprobs]),
+            versions=np.concatenate([np.full(num_prompt, NOT_SAMPLED, np.int32), completion.versions]),
+        )
+
+    @property
+    def num_sampled(self) -> int:
+        return int((self.versions != NOT_SAMPLED).sum())
+
+
+@noun
+class Reward:
+    """`value` placed at token `position` of sequence number `sequence` of its trajectory."""
+
+    sequence: int
+    position: int
+    value: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise ValueError(f"a reward must be a finite number, not {self.value}")
+
+
+@noun
+class Trajectory:
+    """One episode: its sequences, its rewards, why each of its completions ended."""
+
+    index: int
+    sequences: tuple[Sequence, ...]
+    rewards: tuple[Reward, ...]
+    temperature: float
+    stops: tuple[StopReason, ...]
+
+    def __post_init__(self) -> None:
+        for reward in self.rewards:
+            if not 0 <= reward.sequence < len(self.sequences):
+                raise ValueError(f"reward for sequence {reward.sequence} of {len(self.sequences)}")
+            if not 0 <= reward.position < len(self.sequences[reward.sequence].tokens):
+                raise ValueError(f"reward at position {reward.position}, outside its sequence")
+
+    @property
+    def reward(self) -> float:
+        return sum(reward.value for reward in self.rewards)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(sequence.num_sampled for sequence in self.sequences)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The version of the oldest sampled token, or None when nothing was sampled."""
+        sampled = [s.versions[s.versions != NOT_SAMPLED] for s in self.sequences]
+        return min((int(versions.min()) for versions in sampled if len(versions)), default=None)
+
+
+@noun
+class Failure:
+    """A trajectory that never came to be: what befell it, and how many sampled tokens it cost."""
+
+    trajectory: int
+    reason: str
+    num_sampled: int
+
+
+@noun
+class Admission:
+    """A prompt on its way to become a group: given by the controller to a rollout worker."""
+
+    group: int
+    prompt: Prompt
+    size: int
+    eta: int
+    version: int
+
+
+@noun
+class Group:
+    """The trajectories of one prompt. `size` were asked for; those missing are listed in `failures`."""
+
+    id: int
+    prompt_index: int
+    eta: int
+    size: int
+    trajectories: tuple[Trajectory, ...]
+    failures: tuple[Failure, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.trajectories) + len(self.failures) != self.size:
+            found = f"{len(self.trajectories)} trajectories and {len(self.failures)} failures"
+            raise ValueError(f"group {self.id}: {found}, not {self.size}")
+
+    @property
+    def complete(self) -> bool:
+        return not self.failures
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(trajectory.num_sampled for trajectory in self.trajectories)
+
+    @property
+    def oldest_version(self) -> int | None:
+        return min((v for t in self.trajectories if (v := t.oldest_version) is not None), default=None)
+
+
+@noun
+class Batch:
+    """The groups of one training step, in group-id order; `version` is that of the weights it will change."""
+
+    version: int
+    groups: tuple[Group, ...]
+
+    def __post_init__(self) -> None:
+        ids = [group.id for group in self.groups]
+        if ids != sorted(set(ids)):
+            raise ValueError(f"a batch holds distinct groups in id order, not {ids}")
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(group.num_sampled for group in self.groups)
+
+    @property
+    def staleness(self) -> tuple[int, ...]:
+        """Per trajectory with at least one sampled token: how many versions its oldest token lies behind."""
+        oldest = [t.oldest_version for group in self.groups for t in group.trajectories]
+        return tuple(self.version - version for version in oldest if version is not None)
+
+
+@noun
+class TensorInfo:
+    """Where one published tensor lies in its update, and the checksum of its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+    fingerprint: str
+
+
+@noun
+class WeightUpdate:
+    """Named tensors under a version: `kind` is full or adapter, `location` says where the bytes lie."""
+
+    version: int
+    kind: str
+    transport: str
+    location: str
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        return {tensor.name: tensor.fingerprint for tensor in self.tensors}
+
+
+@noun
+class SwapReport:
+    """What a swap did: the fingerprints of what is now live, and how long decoding stood still for it."""
+
+    version: int
+    fingerprints: dict[str, str]
+    pause_ms: float
+    num_interrupted: int
+    num_recomputed: int
+
+
+@noun
+class EngineStats:
+    version: int
+    running: int
+    waiting: int
+    num_generated: int
+    num_prefilled: int
+    num_recomputed: int
+    num_preempted: int
+    busy_s: float
+    kv_used: int
+    kv_total: int
+
+
+@noun
+class StepReport:
+    """What one training step did. `skipped` holds the reason when no version was added."""
+
+    version: int
+    skipped: str
+    num_tokens: int
+    started: float
+    seconds: float
+    metrics: dict[str, float]
+
+
+@noun
+class Verdict:
+    """What the reward pool says of one text: a score, or an error that is never a reward."""
+
+    score: float
+    error: str
+    seconds: float
