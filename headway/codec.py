@@ -54,12 +54,12 @@ def portable(cls: P) -> P:
 
 
 def encode(value: Any) -> bytes:
-    packed: bytes = msgpack.packb(value, default=_to_extension, strict_types=True, use_bin_type=True)
+    packed: bytes = msgpack.packb(value, default=_to_extension, strict_types=True, unicode_errors="surrogatepass")
     return packed
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    return msgpack.unpackb(data, ext_hook=_from_extension, raw=False, strict_map_key=False)
+    return msgpack.unpackb(data, ext_hook=_from_extension, strict_map_key=False, unicode_errors="surrogatepass")
 
 
 def _to_extension(value: Any) -> msgpack.ExtType:

@@ -133,8 +133,6 @@ class AlgorithmSection(Section):
     advantage: Literal["group", "batch"] = Field(
         "group", description="normalise rewards within the group, or over the batch"
     )
-    reward_scale: float = Field(1.0, gt=0, description="factor on every reward")
-    reward_shift: float = Field(0.0, description="added to every reward before scaling")
 
 
 class EvaluateSection(Section):

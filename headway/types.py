@@ -237,6 +237,8 @@ class Admission:
     size: int
     eta: int
     version: int
+    sampling: Sampling
+    stream: str = "train"
 
 
 @noun

@@ -1,0 +1,124 @@
+"""The embedded engine: the default, in the package, for one machine.
+
+It runs the same transformers module the trainer trains. This file is the service: it takes requests in at any time,
+steps the core on the compute thread, and hands each request its own chunks. Between two steps is where weights are
+swapped and probes are scored. Receiving weights happens beside running generation, on a thread of its own.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from headway.config import EngineSection
+from headway.engine import KvPolicy
+from headway.runtime import offload
+from headway.types import Chunk, Completion, EngineStats, Ints, Request, RequestKey, Scores, SwapReport, WeightUpdate
+
+
+class EmbeddedEngine:
+    def __init__(self, model_path: str, dtype: str, section: EngineSection, deterministic: bool):
+        from headway.engine.embedded.core import EngineCore
+        from headway.models import DTYPES, load_config, load_model
+        from headway.tokenizer import decode, load_tokenizer
+
+        context = section.max_context or load_config(model_path).max_position_embeddings
+        self._tokenizer: Any = None
+
+        def decode_text(tokens: list[int]) -> str:
+            if self._tokenizer is None:
+                self._tokenizer = load_tokenizer(model_path)
+            return decode(self._tokenizer, tokens)
+
+        model = load_model(model_path, DTYPES[dtype])
+        self._core = EngineCore(model, section, context, deterministic, decode_text)
+        self._streams: dict[str, asyncio.Queue[Chunk | Completion]] = {}
+        self._wake = asyncio.Event()
+        self._between_steps = asyncio.Lock()
+        self._paused = False
+        self._loop: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        self._loop = asyncio.create_task(self._generate_forever())
+
+    async def close(self) -> None:
+        if self._loop is not None:
+            self._loop.cancel()
+            await asyncio.gather(self._loop, return_exceptions=True)
+
+    async def _generate_forever(self) -> None:
+        """Consumes requests; waits for work; is unblocked by a request, a resume or an abort; produces chunks."""
+        while True:
+            if self._paused or not self._core.has_work:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            async with self._between_steps:
+                outputs = await offload(self._core.step)
+            for name, item in outputs:
+                if name in self._streams:
+                    self._streams[name].put_nowait(item)
+
+    def _check_alive(self) -> None:
+        if self._loop is not None and self._loop.done():
+            self._loop.result()
+
+    async def generate(self, request: Request) -> AsyncIterator[Chunk | Completion]:
+        self._check_alive()
+        name = str(request.key)
+        if name in self._streams:
+            raise ValueError(f"request {name} is already being generated")
+        stream = self._streams[name] = asyncio.Queue[Chunk | Completion]()
+        finished = False
+        try:
+            async with self._between_steps:
+                self._core.submit(request)
+            self._wake.set()
+            while not finished:
+                item = await self._next(stream)
+                finished = isinstance(item, Completion)
+                yield item
+        finally:
+            del self._streams[name]
+            if not finished:
+                await self.abort(request.key)
+
+    async def _next(self, stream: asyncio.Queue[Chunk | Completion]) -> Chunk | Completion:
+        """The stream's next item; if generation broke, its error instead of silence."""
+        assert self._loop is not None
+        if stream.empty():
+            item = asyncio.ensure_future(stream.get())
+            await asyncio.wait([item, self._loop], return_when=asyncio.FIRST_COMPLETED)
+            if not item.done():
+                item.cancel()
+                self._loop.result()
+            return item.result()
+        return stream.get_nowait()
+
+    async def abort(self, key: RequestKey) -> None:
+        async with self._between_steps:
+            self._core.abort(key)
+        self._wake.set()
+
+    async def score(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
+        async with self._between_steps:
+            return await offload(self._core.score, sequences, temperature)
+
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        # Not on the compute thread: generation goes on while the bytes arrive.
+        await asyncio.to_thread(self._core.stage, update)
+
+    async def swap(self, version: int, kv: KvPolicy) -> SwapReport:
+        async with self._between_steps:
+            return await offload(self._core.swap, version, kv)
+
+    async def pause(self) -> None:
+        self._paused = True
+        async with self._between_steps:
+            pass
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._wake.set()
+
+    async def stats(self) -> EngineStats:
+        return self._core.stats()

@@ -1,0 +1,218 @@
+"""Key/value memory of the embedded engine on a CPU: slabs cut into rows of one size class.
+
+The memory is a fixed number of slabs. A slab in use belongs to one size class and holds rows of equal capacity (64,
+128, 256, … tokens); a sequence lives in one row, contiguous, and moves to the next class when it outgrows its row.
+Decode attention then reads each slab as a dense batch in place: nothing is gathered, and padding stays below a factor
+of two. Freeing a row moves the class's last row into the hole, so at most one slab per class is partly filled.
+Running out is an answer (`None`, `False`), not a failure: the scheduler waits or preempts.
+
+Shape suffixes: R rows, K key/value heads, S row capacity, D head dimension, L twice the layers (keys, values).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headway.models import causal_attention
+from headway.packing import ModelShape
+
+SMALLEST_ROW = 64
+SLAB_TOKENS = 2048
+
+
+@dataclass(eq=False)
+class Row:
+    """Where one sequence's keys and values lie. The memory moves rows; whoever holds one sees it move."""
+
+    size_class: int
+    slab: int
+    index: int
+
+
+@dataclass(eq=False)
+class _SizeClass:
+    capacity: int
+    rows_per_slab: int
+    slabs: list[int] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+
+class KvMemory:
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, num_tokens: int, max_context: int):
+        self.shape = shape
+        capacities = [SMALLEST_ROW]
+        while capacities[-1] < max_context:
+            capacities.append(2 * capacities[-1])
+        self.slab_tokens = max(SLAB_TOKENS, capacities[-1])
+        self.num_slabs = max(2, num_tokens // self.slab_tokens)
+        self._classes = [_SizeClass(capacity, self.slab_tokens // capacity) for capacity in capacities]
+        self._free_slabs = list(range(self.num_slabs - 1, -1, -1))
+        # Zeros, not empty: masked positions meet a weight of 0, and 0 × NaN would poison the row.
+        elements = self.slab_tokens * shape.num_kv_heads * shape.head_dim
+        self._slabs = torch.zeros(self.num_slabs, 2 * shape.num_layers, elements, dtype=dtype)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_slabs * self.slab_tokens
+
+    @property
+    def num_used(self) -> int:
+        return sum(size_class.capacity * len(size_class.rows) for size_class in self._classes)
+
+    def capacity(self, row: Row) -> int:
+        return self._classes[row.size_class].capacity
+
+    def allocate(self, num_tokens: int) -> Row | None:
+        """A row that holds `num_tokens`, or None when the memory is full."""
+        number = next(i for i, size_class in enumerate(self._classes) if size_class.capacity >= num_tokens)
+        size_class = self._classes[number]
+        if len(size_class.rows) == len(size_class.slabs) * size_class.rows_per_slab:
+            if not self._free_slabs:
+                return None
+            size_class.slabs.append(self._free_slabs.pop())
+        slab, index = divmod(len(size_class.rows), size_class.rows_per_slab)
+        row = Row(number, slab, index)
+        size_class.rows.append(row)
+        return row
+
+    def free(self, row: Row) -> None:
+        size_class = self._classes[row.size_class]
+        last = size_class.rows.pop()
+        if last is not row:
+            self._view_LKSD(row).copy_(self._view_LKSD(last))
+            size_class.rows[row.slab * size_class.rows_per_slab + row.index] = last
+            last.slab, last.index = row.slab, row.index
+        if len(size_class.rows) <= (len(size_class.slabs) - 1) * size_class.rows_per_slab:
+            self._free_slabs.append(size_class.slabs.pop())
+
+    def copy(self, source: Row, target: Row, num_tokens: int) -> None:
+        """Fork: the first `num_tokens` of `source` become those of `target`."""
+        self._view_LKSD(target)[:, :, :num_tokens].copy_(self._view_LKSD(source)[:, :, :num_tokens])
+
+    def grow(self, row: Row, num_tokens: int) -> bool:
+        """Make `row` hold `num_tokens`, moving it to a larger class; False when the memory is full."""
+        old_capacity = self.capacity(row)
+        if num_tokens <= old_capacity:
+            return True
+        larger = self.allocate(num_tokens)
+        if larger is None:
+            return False
+        self.copy(row, larger, old_capacity)
+        # Whoever holds `row` keeps holding it: the two exchange places, and the old place is freed.
+        self._classes[larger.size_class].rows[self._position(larger)] = row
+        self._classes[row.size_class].rows[self._position(row)] = larger
+        old_place = row.size_class, row.slab, row.index
+        row.size_class, row.slab, row.index = larger.size_class, larger.slab, larger.index
+        larger.size_class, larger.slab, larger.index = old_place
+        self.free(larger)
+        return True
+
+    def _position(self, row: Row) -> int:
+        return row.slab * self._classes[row.size_class].rows_per_slab + row.index
+
+    def _view_LKSD(self, row: Row) -> Tensor:
+        return self.slab_view(row.size_class, row.slab)[:, row.index]
+
+    def slab_view(self, size_class: int, slab: int) -> Tensor:
+        """All rows of one slab: (L, R, K, S, D), keys of layer i at 2i, values at 2i + 1."""
+        described = self._classes[size_class]
+        storage = self._slabs[described.slabs[slab]]
+        num_heads, head_dim = self.shape.num_kv_heads, self.shape.head_dim
+        return storage.view(-1, described.rows_per_slab, num_heads, described.capacity, head_dim)
+
+
+@dataclass(frozen=True)
+class _SlabBatch:
+    """The decoded rows of one slab: queries [start, stop) of the batch, in row order."""
+
+    start: int
+    stop: int
+    view_LRKSD: Tensor
+    rows_R: Tensor
+    positions_R: Tensor
+    mask: Tensor
+
+
+def decode_order(rows: Sequence[Row]) -> list[int]:
+    """The order in which a decode batch must present its rows: slab by slab."""
+    return sorted(range(len(rows)), key=lambda i: (rows[i].size_class, rows[i].slab, rows[i].index))
+
+
+class DecodeAttention:
+    """One new token for each of many rows, given in `decode_order`. Queries beyond the rows are padding."""
+
+    def __init__(self, memory: KvMemory, rows: list[Row], positions: list[int], fixed_shapes: bool):
+        self._batches: list[_SlabBatch] = []
+        start = 0
+        while start < len(rows):
+            stop = start + 1
+            while stop < len(rows) and _same_slab(rows[stop], rows[start]):
+                stop += 1
+            self._batches.append(self._slab_batch(memory, rows, positions, start, stop, fixed_shapes))
+            start = stop
+
+    @staticmethod
+    def _slab_batch(
+        memory: KvMemory, rows: list[Row], positions: list[int], start: int, stop: int, fixed_shapes: bool
+    ) -> _SlabBatch:
+        first = rows[start]
+        positions_R = torch.tensor(positions[start:stop])
+        # A fixed extent makes a row's arithmetic independent of its neighbours' lengths.
+        extent = memory.capacity(first) if fixed_shapes else int(positions_R.max()) + 1
+        view = memory.slab_view(first.size_class, first.slab)[:, :, :, :extent]
+        ahead = torch.arange(extent)[None, :] > positions_R[:, None]
+        mask = torch.zeros(ahead.shape, dtype=view.dtype).masked_fill_(ahead, float("-inf"))[:, None, None, :]
+        rows_R = torch.tensor([row.index for row in rows[start:stop]])
+        return _SlabBatch(start, stop, view, rows_R, positions_R, mask)
+
+    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float) -> Tensor:
+        num_kv_heads = key_TKD.shape[1]
+        out_THD = torch.zeros_like(query_THD, memory_format=torch.contiguous_format)
+        for batch in self._batches:
+            part = slice(batch.start, batch.stop)
+            keys, values = batch.view_LRKSD[2 * layer], batch.view_LRKSD[2 * layer + 1]
+            keys[batch.rows_R, :, batch.positions_R] = key_TKD[part]
+            values[batch.rows_R, :, batch.positions_R] = value_TKD[part]
+            if len(batch.rows_R) < len(keys):
+                keys, values = _take_rows(keys, batch.rows_R), _take_rows(values, batch.rows_R)
+            # The queries that share a key/value head stand in for a sequence dimension: no head is repeated.
+            query = query_THD[part].unflatten(1, (num_kv_heads, -1))
+            out = F.scaled_dot_product_attention(query, keys, values, attn_mask=batch.mask, scale=scaling)
+            out_THD[part] = out.flatten(1, 2)
+        return out_THD
+
+
+def _same_slab(one: Row, other: Row) -> bool:
+    return one.size_class == other.size_class and one.slab == other.slab
+
+
+def _take_rows(tensor_RKSD: Tensor, rows_R: Tensor) -> Tensor:
+    """The named rows; a run of consecutive ones is a view, not a copy."""
+    first, last = int(rows_R[0]), int(rows_R[-1])
+    if last - first + 1 == len(rows_R):
+        return tensor_RKSD[first : last + 1]
+    return tensor_RKSD[rows_R]
+
+
+class PrefillAttention:
+    """Chunks of several sequences, packed: each is written to its row and attends to all that row holds before it."""
+
+    def __init__(self, memory: KvMemory, rows: list[Row], starts: list[int], lengths: list[int]):
+        self._views = [memory._view_LKSD(row) for row in rows]
+        self._starts, self._lengths = starts, lengths
+
+    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float) -> Tensor:
+        outs_HTD = []
+        offset = 0
+        for view_LKSD, start, length in zip(self._views, self._starts, self._lengths, strict=True):
+            part, stop = slice(offset, offset + length), start + length
+            keys, values = view_LKSD[2 * layer], view_LKSD[2 * layer + 1]
+            keys[:, start:stop] = key_TKD[part].transpose(0, 1)
+            values[:, start:stop] = value_TKD[part].transpose(0, 1)
+            query = query_THD[part].transpose(0, 1)
+            outs_HTD.append(causal_attention(query, keys[:, :stop], values[:, :stop], scaling))
+            offset += length
+        return torch.cat(outs_HTD, dim=1).transpose(0, 1)

@@ -1,0 +1,86 @@
+"""Sampling: counter-based randomness, log-probs and truncated draws, for a batch of rows.
+
+What a request samples depends on (seed, stream, group, trajectory, call, position) and its logits, never on who
+shares its batch: one uniform number per token, drawn by hashing, inverts the cumulative distribution.
+
+Shape suffixes: B rows, V vocabulary.
+"""
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.types import Request, Sampling
+
+_BLOCK = 256
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def request_counter(request: Request) -> np.uint64:
+    """Where the request's stream of random numbers starts."""
+    key = request.key
+    name = f"{request.seed}/{key.stream}/{key.group}/{key.trajectory}/{key.call}"
+    return np.uint64(xxhash.xxh3_64_intdigest(name.encode()))
+
+
+def uniforms(counters_B: NDArray[np.uint64], positions_B: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """One number in [0, 1) per row: the SplitMix64 output at `position` of the stream that starts at `counter`."""
+    with np.errstate(over="ignore"):
+        z = counters_B + (positions_B + np.uint64(1)) * _GOLDEN
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+    numbers: NDArray[np.float64] = (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
+
+
+def sample(logits_BV: Tensor, samplings: list[Sampling], uniforms_B: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
+    """One token per row and its log-prob: that of the full distribution at the row's temperature."""
+    temperatures = torch.tensor([s.temperature if s.temperature > 0 else 1.0 for s in samplings])
+    scaled_BV = logits_BV / temperatures[:, None]
+    normalizer_B = scaled_BV.logsumexp(-1)
+    probabilities_BV = (scaled_BV - normalizer_B[:, None]).exp_()
+    for row, sampling in enumerate(samplings):
+        if sampling.top_k or sampling.top_p < 1:
+            _truncate(probabilities_BV[row], sampling)
+    tokens_B = _invert(probabilities_BV, torch.from_numpy(uniforms_B))
+    greedy_B = torch.tensor([s.temperature == 0 for s in samplings])
+    if greedy_B.any():
+        tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), tokens_B)
+    logprobs_B = scaled_BV.gather(-1, tokens_B[:, None]).squeeze(-1) - normalizer_B
+    return tokens_B, logprobs_B
+
+
+def _truncate(probabilities_V: Tensor, sampling: Sampling) -> None:
+    """Zero, in place, what top-k and top-p exclude; the likeliest token always stays."""
+    ordered, order = probabilities_V.sort(descending=True, stable=True)
+    keep = torch.ones_like(ordered, dtype=torch.bool)
+    if sampling.top_k:
+        keep[sampling.top_k :] = False
+    if sampling.top_p < 1:
+        mass_before = ordered.double().cumsum(0) - ordered
+        keep &= mass_before < sampling.top_p
+    keep[0] = True
+    probabilities_V[order[~keep]] = 0.0
+
+
+def _invert(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """The first token whose cumulative weight exceeds u times the total.
+
+    In two levels, so that no cumulative sum runs over the whole vocabulary: first the block, then the token in it.
+    Sums are in double precision: in single, a sum over 50,000 weights would shift the borders visibly.
+    """
+    num_rows, vocab = weights_BV.shape
+    padded = torch.nn.functional.pad(weights_BV, (0, -vocab % _BLOCK)).view(num_rows, -1, _BLOCK)
+    edges = padded.sum(-1, dtype=torch.float64).cumsum(-1)
+    target_B = uniforms_B * edges[:, -1]
+    block_B = torch.searchsorted(edges, target_B[:, None], right=True).squeeze(-1).clamp_(max=edges.shape[1] - 1)
+    chosen = torch.arange(num_rows)
+    before_B = torch.where(block_B > 0, edges[chosen, block_B - 1], 0.0)
+    inner = padded[chosen, block_B].double()
+    within = torch.searchsorted(inner.cumsum(-1), (target_B - before_B)[:, None], right=True).squeeze(-1)
+    # Rounding may put the target at the block's very end; the last token with any weight is then the one meant.
+    last_with_weight = _BLOCK - 1 - (inner.flip(-1) > 0).int().argmax(-1)
+    return block_B * _BLOCK + torch.minimum(within, last_with_weight)

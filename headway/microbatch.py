@@ -1,0 +1,99 @@
+"""A batch as packed tensors: what the trainer feeds to the model.
+
+Shape suffixes: T packed tokens of one micro-batch, M the sampled tokens among them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.advantages import batch_advantages
+from headway.config import AlgorithmSection
+from headway.packing import pack
+from headway.types import Batch, Floats, Group, Ints
+
+
+@dataclass(eq=False)
+class Sample:
+    """One sequence with something to learn from: `where` are the places of its trained tokens."""
+
+    tokens: Ints
+    where: NDArray[np.int64]
+    behaviour: Floats
+    versions: Ints
+    advantage: float
+    temperature: float
+    proximal: Floats | None = None  # filled in before the weights of this training step move
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    samples: list[Sample]
+    lengths: list[int]
+    tokens_T: Tensor
+    positions_T: Tensor
+    where_M: Tensor
+    temperature_M: Tensor
+    behaviour_M: Tensor
+    versions_M: Tensor
+    advantages_M: Tensor
+    proximal_M: Tensor | None
+
+
+def samples_of(group: Group, advantages: dict[tuple[int, int], float]) -> list[Sample]:
+    """The sequences of a group that have trained tokens, each with its trajectory's advantage."""
+    samples = []
+    for trajectory in group.trajectories:
+        for sequence in trajectory.sequences:
+            where = np.flatnonzero(sequence.loss_mask)
+            if len(where):
+                samples.append(
+                    Sample(
+                        tokens=sequence.tokens,
+                        where=where,
+                        behaviour=sequence.logprobs[where],
+                        versions=sequence.versions[where],
+                        advantage=advantages[group.id, trajectory.index],
+                        temperature=trajectory.temperature,
+                    )
+                )
+    return samples
+
+
+def minibatches_of(batch: Batch, algorithm: AlgorithmSection, num_minibatches: int) -> list[list[Sample]]:
+    """Whole groups dealt out by turns, so that every minibatch has groups of every age."""
+    advantages = batch_advantages(batch, algorithm.advantage)
+    dealt = [batch.groups[start::num_minibatches] for start in range(num_minibatches)]
+    return [[sample for group in groups for sample in samples_of(group, advantages)] for groups in dealt]
+
+
+def micro_batches(samples: list[Sample], token_budget: int, cost: Callable[[int], float]) -> list[MicroBatch]:
+    lengths = [len(sample.tokens) for sample in samples]
+    return [_assemble([samples[i] for i in indices]) for indices in pack(lengths, token_budget, cost=cost)]
+
+
+def _assemble(samples: list[Sample]) -> MicroBatch:
+    lengths = [len(sample.tokens) for sample in samples]
+    starts = np.cumsum([0, *lengths[:-1]])
+    counts = [len(sample.where) for sample in samples]
+    proximal = [sample.proximal for sample in samples if sample.proximal is not None]
+    return MicroBatch(
+        samples=samples,
+        lengths=lengths,
+        tokens_T=torch.from_numpy(np.concatenate([sample.tokens for sample in samples])).long(),
+        positions_T=torch.cat([torch.arange(length) for length in lengths]),
+        where_M=torch.from_numpy(np.concatenate([s.where + start for s, start in zip(samples, starts, strict=True)])),
+        temperature_M=_repeat([sample.temperature for sample in samples], counts),
+        behaviour_M=torch.from_numpy(np.concatenate([sample.behaviour for sample in samples])),
+        versions_M=torch.from_numpy(np.concatenate([sample.versions for sample in samples])),
+        advantages_M=_repeat([sample.advantage for sample in samples], counts),
+        proximal_M=torch.from_numpy(np.concatenate(proximal)) if len(proximal) == len(samples) else None,
+    )
+
+
+def _repeat(values: list[float], counts: list[int]) -> Tensor:
+    return torch.from_numpy(np.repeat(np.array(values, np.float32), counts))

@@ -1,0 +1,102 @@
+"""The rollout worker: runs workflows with handles to an engine and the reward pool. It does not know the controller.
+
+Invariants that live here:
+  8. Groups know themselves: a trajectory that failed leaves a `Failure` in its group, with what befell it.
+ 10. An error is never a reward: a broken verifier or workflow costs its trajectory, and never enters a baseline.
+"""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from headway import references
+from headway.engine import Engine
+from headway.errors import ConfigError, DeadlineExceeded, WorkerDied
+from headway.reward import RewardPool
+from headway.tokenizer import decode, load_tokenizer
+from headway.types import Admission, Completion, Failure, Group, Ints, Request, RequestKey, StopReason, Trajectory
+from headway.workflows import VerifierBroken, Workflow
+
+
+class RolloutWorker:
+    def __init__(self, engine: Engine, rewards: RewardPool, tokenizer_path: str, workflow: str, seed: int):
+        self._engine, self._rewards = engine, rewards
+        self._tokenizer = load_tokenizer(tokenizer_path)
+        self._workflow: Workflow = _make_workflow(workflow)
+        self._seed = seed
+
+    async def run(self, admission: Admission) -> Group:
+        """All trajectories of one group, at the same time."""
+        made = await asyncio.gather(*(self._trajectory(admission, index) for index in range(admission.size)))
+        return Group(
+            id=admission.group,
+            prompt_index=admission.prompt.index,
+            eta=admission.eta,
+            size=admission.size,
+            trajectories=tuple(item for item in made if isinstance(item, Trajectory)),
+            failures=tuple(item for item in made if isinstance(item, Failure)),
+        )
+
+    async def _trajectory(self, admission: Admission, index: int) -> Trajectory | Failure:
+        episode = RunningEpisode(self, admission, index)
+        # User code: whatever a workflow raises costs its trajectory. A dead or silent worker is not its fault.
+        try:
+            return await self._workflow.run(episode)
+        except (WorkerDied, DeadlineExceeded):
+            raise
+        except VerifierBroken as error:
+            return Failure(index, f"verifier: {error}", episode.num_sampled)
+        except Exception as error:
+            return Failure(index, f"workflow: {type(error).__name__}: {error}", episode.num_sampled)
+
+    async def complete(self, request: Request) -> Completion:
+        async for item in self._engine.generate(request):
+            if isinstance(item, Completion):
+                return item
+        raise WorkerDied(f"the engine ended request {request.key} without a completion")
+
+    async def verify(self, task: dict[str, Any], text: str) -> float:
+        verdict = await self._rewards.verify(task, text)
+        if verdict.error:
+            raise VerifierBroken(verdict.error)
+        return verdict.score
+
+
+class RunningEpisode:
+    """What a workflow holds while it runs; counts its calls and what they sampled."""
+
+    def __init__(self, worker: RolloutWorker, admission: Admission, index: int):
+        self._worker, self._admission = worker, admission
+        self.prompt = admission.prompt
+        self.index = index
+        self.temperature = admission.sampling.temperature
+        self.num_sampled = 0
+        self._num_calls = 0
+
+    async def generate(self, tokens: Ints) -> Completion:
+        key = RequestKey(self._admission.group, self.index, self._num_calls, self._admission.stream)
+        self._num_calls += 1
+        request = Request(key, tokens, self._admission.sampling, self._worker._seed)
+        completion = await self._worker.complete(request)
+        self.num_sampled += len(completion.tokens)
+        if completion.stop == StopReason.ABORTED:
+            raise asyncio.CancelledError(f"request {key} was aborted")
+        return completion
+
+    async def verify(self, text: str) -> float:
+        return await self._worker.verify(self.prompt.task, text)
+
+    def text(self, tokens: Ints) -> str:
+        return decode(self._worker._tokenizer, tokens)
+
+    def tokens(self, text: str) -> Ints:
+        return np.asarray(self._worker._tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+
+def _make_workflow(reference: str) -> Workflow:
+    made = references.load(reference)()
+    if not asyncio.iscoroutinefunction(getattr(made, "run", None)):
+        raise ConfigError(f"rollout.workflow {reference} has no coroutine `run(episode)`")
+    workflow: Workflow = made
+    return workflow

@@ -1,0 +1,35 @@
+"""Start a class somewhere and call it: in this process (`inline`) or in processes of their own (`local`).
+
+Knows nothing of RL. A worker is an ordinary class whose public methods are `async def` or async generators; it may
+define `open` (called inside the running event loop, after construction) and `close` (called at the end).
+
+Invariant that lives here:
+ 15. Nothing hangs: every wait has a deadline; what exceeds it fails with the name of what was awaited.
+"""
+
+from typing import Any, Protocol, TypeVar
+
+from headway.errors import WorkerDied
+from headway.runtime.channel import RemoteError
+from headway.runtime.handle import with_deadline
+from headway.runtime.inline import InlineRuntime
+from headway.runtime.local import LocalRuntime
+from headway.runtime.offload import offload
+
+__all__ = ["InlineRuntime", "LocalRuntime", "RemoteError", "Runtime", "offload", "with_deadline"]
+
+T = TypeVar("T")
+
+
+class Runtime(Protocol):
+    async def start(self, name: str, cls: type[T], *args: Any, threads: int = 1) -> T:
+        """Construct `cls(*args)` and open it; returns the object itself or a handle that behaves like it."""
+        ...
+
+    async def failure(self) -> WorkerDied:
+        """Return when a worker died unexpectedly; never otherwise."""
+        ...
+
+    async def close(self) -> None:
+        """Close the workers in reverse order of their start; each is given a bounded time."""
+        ...

@@ -1,0 +1,157 @@
+"""Frames between two processes, and how errors cross: both ends of a Unix-domain socket are a `Channel`.
+
+A frame is a header (payload length, call number, kind) and a payload in `codec`'s encoding. The header is not part
+of the encoding, so that a payload this process cannot read still fails the call it belongs to, and only that one.
+"""
+
+import asyncio
+import struct
+import traceback
+from typing import Any, cast
+
+from headway.errors import BY_NAME, HeadwayError
+
+TOKEN, CALL, CANCEL, RESULT, ITEM, END, ERROR = range(7)
+
+TOKEN_BYTES = 32
+MAX_UNVERIFIED_BYTES = 64
+MAX_FRAME_BYTES = 2**31 - 1
+
+_HEADER = struct.Struct("<IQB")
+_READ_BYTES = 256 * 1024
+_LARGE_BYTES = 64 * 1024
+
+
+class RemoteError(HeadwayError):
+    """An exception that was not written for users, raised inside a worker; its notes hold the worker's traceback."""
+
+
+_ERRORS: dict[str, type[HeadwayError]] = {**BY_NAME, RemoteError.__name__: RemoteError}
+
+
+def error_to_plain(where: str, error: BaseException) -> list[Any]:
+    """Name, sentence and notes of `error`; one of Headway's own travels unchanged, any other says `where` it was."""
+    notes = list(getattr(error, "__notes__", []))
+    for cls in type(error).__mro__:
+        if cls.__name__ in _ERRORS and isinstance(error, HeadwayError):
+            return [cls.__name__, str(error), notes]
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return [RemoteError.__name__, f"{where} failed with {type(error).__name__}: {error}", [*notes, trace]]
+
+
+def error_from_plain(plain: list[Any]) -> HeadwayError:
+    name, sentence, notes = plain
+    error = _ERRORS[name](sentence)
+    for note in notes:
+        error.add_note(note)
+    return error
+
+
+class Channel(asyncio.BufferedProtocol):
+    """One end of a connection: whole frames in, whole frames out.
+
+    Frames of one turn of the event loop leave in one write. Received payloads are views into a buffer that is used
+    again: a subclass decodes them before it returns.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(self, max_bytes: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._max_bytes = max_bytes
+        self._buffer = bytearray(_READ_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0
+        self._large: tuple[int, int, memoryview] | None = None  # kind, call and payload of a frame beyond the buffer
+        self._large_end = 0
+        self._outbox: list[bytes] = []
+        self._outbox_bytes = 0
+        self._writable = asyncio.Event()
+        self._writable.set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def frame_received(self, kind: int, call: int, payload: memoryview) -> None:
+        raise NotImplementedError
+
+    def send(self, kind: int, call: int, payload: bytes = b"") -> None:
+        if len(payload) > MAX_FRAME_BYTES:
+            raise HeadwayError(
+                f"a message of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}; send it in pieces"
+            )
+        if self.transport.is_closing():
+            return
+        header = _HEADER.pack(len(payload), call, kind)
+        if len(payload) > _LARGE_BYTES:
+            self._outbox.append(header)
+            self._flush()
+            self.transport.write(payload)
+            return
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox.append(header + payload)
+        self._outbox_bytes += len(payload)
+        if self._outbox_bytes > _LARGE_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._outbox and not self.transport.is_closing():
+            self.transport.write(b"".join(self._outbox))
+        self._outbox.clear()
+        self._outbox_bytes = 0
+
+    async def drain(self) -> None:
+        """Wait while the other end reads more slowly than this one writes."""
+        if not self._writable.is_set():
+            await self._writable.wait()
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._writable.set()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self._large is not None:
+            return self._large[2][self._large_end :]
+        return self._view[self._end :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._large is not None:
+            self._large_end += nbytes
+            kind, call, payload = self._large
+            if self._large_end == len(payload):
+                self._large = None
+                self.frame_received(kind, call, payload)
+            return
+        self._end += nbytes
+        while self._next_frame():
+            pass
+        if self._start:
+            rest = self._end - self._start
+            self._buffer[:rest] = self._view[self._start : self._end]
+            self._start, self._end = 0, rest
+
+    def _next_frame(self) -> bool:
+        """Hand on the first frame in the buffer; False when it is not there in full."""
+        begin = self._start + _HEADER.size
+        if self._end < begin or self.transport.is_closing():
+            return False
+        num_bytes, call, kind = _HEADER.unpack_from(self._buffer, self._start)
+        if num_bytes > self._max_bytes:
+            self.transport.abort()
+            return False
+        if begin + num_bytes <= self._end:
+            self._start = begin + num_bytes
+            self.frame_received(kind, call, self._view[begin : begin + num_bytes])
+            return True
+        if _HEADER.size + num_bytes > len(self._buffer):
+            payload, self._large_end = memoryview(bytearray(num_bytes)), self._end - begin
+            payload[: self._large_end] = self._view[begin : self._end]
+            self._large = (kind, call, payload)
+            self._start = self._end
+        return False

@@ -1,0 +1,270 @@
+"""The calling side: a handle looks like the worker's object, and every call on it is a frame to another process.
+
+Invariant that lives here:
+ 15. Nothing hangs: every wait has a deadline; what exceeds it fails with the name of what was awaited. A worker that
+     died fails what is pending on it, in every process, with its name.
+"""
+
+import asyncio
+import inspect
+import os
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Self, TypeVar, cast
+
+from headway import codec
+from headway.errors import DeadlineExceeded, HeadwayError, WorkerDied
+from headway.runtime import channel
+from headway.runtime.channel import Channel, RemoteError, error_from_plain
+
+T = TypeVar("T")
+
+_END = object()
+_EXIT_S = 5.0  # a connection that broke waits this long for the operating system to say how the worker ended
+_TOKENS: dict[str, bytes] = {}  # a run's socket directory -> its token
+_PEERS: dict[str, "Peer"] = {}  # a worker's socket -> this process's one connection to it
+
+
+def join_run(directory: str, token: bytes) -> None:
+    """Let this process connect to the workers whose sockets lie in `directory`."""
+    _TOKENS[directory] = token
+
+
+def leave_run(directory: str) -> None:
+    _TOKENS.pop(directory, None)
+    for socket in [socket for socket in _PEERS if os.path.dirname(socket) == directory]:
+        _PEERS.pop(socket).disconnect()
+
+
+def remote_methods(cls: type) -> dict[str, bool]:
+    """The methods a handle of `cls` has, and whether each is a stream."""
+    methods = {}
+    for name in dir(cls):
+        attribute = inspect.getattr_static(cls, name)
+        is_stream = inspect.isasyncgenfunction(attribute)
+        if not name.startswith("_") and name != "open" and (is_stream or inspect.iscoroutinefunction(attribute)):
+            methods[name] = is_stream
+    return methods
+
+
+class Inbox:
+    """What a stream has sent and its consumer has not yet taken."""
+
+    def __init__(self) -> None:
+        self.items: deque[Any] = deque()
+        self.error: HeadwayError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def done(self) -> bool:
+        return self.error is not None
+
+    def set_exception(self, error: HeadwayError) -> None:
+        self.error = error
+        self._wake()
+
+    def put(self, item: Any) -> None:
+        self.items.append(item)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Return when there is an item or an error."""
+        if not self.items and self.error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+
+Waiter = asyncio.Future[Any] | Inbox
+
+
+class Peer:
+    """One worker as this process sees it; connects at the first call."""
+
+    def __init__(self, name: str, socket: str, log: str) -> None:
+        self.name, self.socket, self.log = name, socket, log
+        self.exit: asyncio.Task[WorkerDied] | None = None  # only in the process that started it
+        self.connection: Connection | None = None
+        self._connecting: asyncio.Task[Connection] | None = None
+
+    async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], deadline_s: float) -> Any:
+        payload = codec.encode([method, list(args), kwargs])
+        connection = self.connection or await self._connect()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        call = connection.post(payload, answer)
+        timer = connection.expire(answer, f"{method} did not answer", deadline_s)
+        try:
+            return await answer
+        finally:
+            timer.cancel()
+            connection.forget(call)
+
+    async def stream(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], deadline_s: float
+    ) -> AsyncGenerator[Any, None]:
+        payload = codec.encode([method, list(args), kwargs])
+        connection = self.connection or await self._connect()
+        inbox = Inbox()
+        call = connection.post(payload, inbox)
+        try:
+            while True:
+                if not inbox.items:
+                    timer = connection.expire(inbox, f"{method} sent nothing", deadline_s)
+                    try:
+                        await inbox.wait()
+                    finally:
+                        timer.cancel()
+                if not inbox.items and inbox.error is not None:
+                    raise inbox.error
+                item = inbox.items.popleft()
+                if item is _END:
+                    return
+                yield item
+        finally:
+            connection.forget(call)
+
+    async def _connect(self) -> "Connection":
+        if self._connecting is None:
+            self._connecting = asyncio.create_task(self._open_connection())
+        return await asyncio.shield(self._connecting)  # others may wait for the same connection
+
+    async def _open_connection(self) -> "Connection":
+        loop = asyncio.get_running_loop()
+        try:
+            _, connection = await loop.create_unix_connection(lambda: Connection(self), self.socket)
+        except OSError as error:
+            raise await self.ended() from error
+        finally:
+            self._connecting = None
+        return connection
+
+    def disconnect(self) -> None:
+        if self.connection is not None:
+            self.connection.transport.abort()
+
+    async def ended(self) -> WorkerDied:
+        """Why there is no connection; the process that started the worker also says how it ended."""
+        if self.exit is not None:
+            await asyncio.wait({self.exit}, timeout=_EXIT_S)
+            if self.exit.done() and not self.exit.cancelled():
+                return WorkerDied(str(self.exit.result()))
+        return WorkerDied(f"worker {self.name} ended while it was still needed; see {self.log}")
+
+
+class Connection(Channel):
+    """The calls of this process to one worker, told apart by number."""
+
+    def __init__(self, peer: Peer) -> None:
+        super().__init__(channel.MAX_FRAME_BYTES)
+        self._peer = peer
+        self._pending: dict[int, Waiter] = {}
+        self._num_calls = 0
+        self._failing: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.send(channel.TOKEN, 0, _TOKENS.get(os.path.dirname(self._peer.socket), b""))
+        self._peer.connection = self
+
+    def post(self, payload: bytes, waiter: Waiter) -> int:
+        """Send a call; its answer, its items or an error will come to `waiter`."""
+        self._num_calls += 1
+        self.send(channel.CALL, self._num_calls, payload)
+        self._pending[self._num_calls] = waiter
+        if self._failing is not None and self._failing.done():  # lost before this caller came to use it
+            self._failing = self._loop.create_task(self._fail_pending())
+        return self._num_calls
+
+    def forget(self, call: int) -> None:
+        """The caller no longer waits; if its answer has not come, the worker need not go on."""
+        if self._pending.pop(call, None) is not None:
+            self.send(channel.CANCEL, call)
+
+    def expire(self, waiter: Waiter, what: str, deadline_s: float) -> asyncio.TimerHandle:
+        return self._loop.call_later(deadline_s, self._expire, waiter, what, deadline_s)
+
+    def _expire(self, waiter: Waiter, what: str, deadline_s: float) -> None:
+        if not waiter.done():
+            sentence = f"{self._peer.name}.{what} within {deadline_s:g} s; see {self._peer.log}"
+            waiter.set_exception(DeadlineExceeded(sentence))
+
+    def frame_received(self, kind: int, call: int, payload: memoryview) -> None:
+        waiter = self._pending.get(call) if kind == channel.ITEM else self._pending.pop(call, None)
+        if waiter is None or waiter.done():
+            return
+        try:
+            value: Any = codec.decode(payload) if kind != channel.END else _END
+        except Exception as error:
+            sentence = f"worker {self._peer.name} answered with what this process cannot read"
+            waiter.set_exception(RemoteError(f"{sentence} ({type(error).__name__}: {error})"))
+            return
+        if kind == channel.ERROR:
+            waiter.set_exception(error_from_plain(value))
+        elif isinstance(waiter, Inbox):
+            waiter.put(value)
+        else:
+            waiter.set_result(value)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._peer.connection is self:
+            self._peer.connection = None
+        self._failing = self._loop.create_task(self._fail_pending())
+
+    async def _fail_pending(self) -> None:
+        error = await self._peer.ended()
+        for waiter in self._pending.values():
+            if not waiter.done():
+                waiter.set_exception(WorkerDied(str(error)))
+        self._pending.clear()
+
+
+@codec.portable
+class Handle:
+    """Behaves like the object of a worker: its public methods can be awaited, its async generators iterated.
+
+    It travels to other workers with the names of its methods, not with its class, so that whoever receives it need
+    not import what the worker imports; the token does not travel.
+    """
+
+    def __init__(self, peer: Peer, methods: dict[str, bool], deadline_s: float) -> None:
+        self._peer, self._methods, self._deadline_s = peer, methods, deadline_s
+
+    def __repr__(self) -> str:
+        return f"<handle of worker {self._peer.name}>"
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name not in self._methods:
+            raise AttributeError(f"worker {self._peer.name} has no method {name!r} that can be called from elsewhere")
+        remote = self._peer.stream if self._methods[name] else self._peer.call
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return remote(name, args, kwargs, self._deadline_s)
+
+        setattr(self, name, method)
+        return method
+
+    def to_plain(self) -> list[Any]:
+        return [self._peer.name, self._peer.socket, self._peer.log, self._methods, self._deadline_s]
+
+    @classmethod
+    def from_plain(cls, plain: list[Any]) -> Self:
+        name, socket, log, methods, deadline_s = plain
+        return cls(find_peer(name, socket, log), methods, deadline_s)
+
+
+def find_peer(name: str, socket: str, log: str) -> Peer:
+    if socket not in _PEERS:
+        _PEERS[socket] = Peer(name, socket, log)
+    return _PEERS[socket]
+
+
+def with_deadline(handle: T, seconds: float) -> T:
+    """The same handle with another deadline for each call (for each item of a stream); inline, the object itself."""
+    if not isinstance(handle, Handle):
+        return handle
+    return cast(T, Handle(handle._peer, handle._methods, seconds))

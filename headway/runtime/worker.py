@@ -1,0 +1,195 @@
+"""The main of a worker process: `python -m headway.runtime.worker NAME SOCKET_FD`, started by `local.py`.
+
+Standard input is the lifeline: it brings the run's token, later one byte that asks the worker to close, and its end
+means that the parent is gone. Which class to construct arrives as the first call, `open`.
+"""
+
+import asyncio
+import ctypes
+import faulthandler
+import hmac
+import importlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+from contextlib import aclosing
+from typing import Any
+
+from headway import codec
+from headway.runtime import channel
+from headway.runtime.channel import Channel, error_to_plain
+from headway.runtime.handle import join_run, remote_methods
+from headway.runtime.offload import offload, start_compute_thread
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Service:
+    """The one object of this process, and what runs on it."""
+
+    def __init__(self, name: str, token: bytes) -> None:
+        self.name, self.token = name, token
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.closing = False
+        self.methods: dict[str, bool] = {"open": False}
+        self._object: Any = self
+
+    def method(self, name: str) -> Any:
+        return getattr(self._object, name)
+
+    async def open(self, class_path: str, python_path: list[str], threads: int, args: bytes) -> None:
+        """Import and construct; from here on the calls are the object's."""
+        sys.path[:] = python_path
+        module, _, qualified_name = class_path.partition(":")
+        cls: Any = importlib.import_module(module)
+        for part in qualified_name.split("."):
+            cls = getattr(cls, part)
+        worker = await offload(_construct, cls, threads, args)
+        if hasattr(worker, "open"):
+            await worker.open()
+        self._object, self.methods = worker, remote_methods(cls)
+
+    async def close(self) -> None:
+        self.closing = True
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        if self._object is not self and hasattr(self._object, "close"):
+            await self._object.close()
+
+
+def _construct(cls: Any, threads: int, args: bytes) -> Any:
+    # After the class's module is imported: only then are the nouns among its arguments registered.
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)
+    return cls(*codec.decode(args))
+
+
+class Connection(Channel):
+    """The calls of one client process; they are cancelled when it goes away."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(channel.MAX_UNVERIFIED_BYTES)
+        self._service = service
+        self._verified = False
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def frame_received(self, kind: int, call: int, payload: memoryview) -> None:
+        if not self._verified:
+            self._verify(kind, payload)
+        elif kind == channel.CALL:
+            self._start_call(call, payload)
+        elif kind == channel.CANCEL and call in self._tasks:
+            self._tasks[call].cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _verify(self, kind: int, payload: memoryview) -> None:
+        if kind != channel.TOKEN or not hmac.compare_digest(payload, self._service.token):
+            self.transport.abort()
+            return
+        self._verified = True
+        self._max_bytes = channel.MAX_FRAME_BYTES
+
+    def _start_call(self, call: int, payload: memoryview) -> None:
+        try:
+            method, args, kwargs = codec.decode(payload)
+        except Exception as error:
+            self._send_error(call, f"worker {self._service.name}: reading a call", error)
+            return
+        task = self._loop.create_task(self._answer(call, method, args, kwargs))
+        self._tasks[call] = task
+        self._service.tasks.add(task)
+        task.add_done_callback(self._service.tasks.discard)
+
+    async def _answer(self, call: int, method: str, args: list[Any], kwargs: dict[str, Any]) -> None:
+        try:
+            if method not in self._service.methods:
+                raise AttributeError(f"worker {self._service.name} has no method {method!r}")
+            if self._service.methods[method]:
+                await self._send_items(call, self._service.method(method)(*args, **kwargs))
+            else:
+                result = await self._service.method(method)(*args, **kwargs)
+                self.send(channel.RESULT, call, codec.encode(result))
+        except asyncio.CancelledError as error:
+            # Nobody waits for an answer, unless the method cancelled itself. A closing worker's silence is an answer.
+            if not self._service.closing:
+                self._send_error(call, f"{self._service.name}.{method}", error)
+        except Exception as error:
+            self._send_error(call, f"{self._service.name}.{method}", error)
+        finally:
+            del self._tasks[call]
+
+    async def _send_items(self, call: int, items: Any) -> None:
+        async with aclosing(items):
+            async for item in items:
+                self.send(channel.ITEM, call, codec.encode(item))
+                await self.drain()
+        self.send(channel.END, call)
+
+    def _send_error(self, call: int, where: str, error: BaseException) -> None:
+        self.send(channel.ERROR, call, codec.encode(error_to_plain(where, error)))
+
+
+class Lifeline:
+    """The pipe from the parent; when it breaks, this process and all it started are killed."""
+
+    def __init__(self, sockets: str) -> None:
+        self._sockets = sockets
+        # User code that reads standard input must not swallow the parent's word.
+        self._fd = os.dup(0)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+        # The end of the pipe is not seen while some other process still holds it: the kernel's word comes besides.
+        signal.signal(signal.SIGHUP, lambda *_: self._vanish())
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
+
+    def read(self, num_bytes: int) -> bytes:
+        data = b""
+        while len(data) < num_bytes:
+            data += os.read(self._fd, num_bytes - len(data)) or self._vanish()
+        return data
+
+    def watch(self, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+        """On a thread of its own, so that a blocked event loop does not outlive the parent."""
+        self.read(1)
+        loop.call_soon_threadsafe(stop.set)
+        self.read(1)
+
+    def _vanish(self) -> bytes:
+        shutil.rmtree(self._sockets, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+        return b""
+
+
+async def _serve(service: Service, lifeline: Lifeline, listener: socket.socket) -> None:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    threading.Thread(target=lifeline.watch, args=(loop, stop), daemon=True).start()
+    server = await loop.create_unix_server(lambda: Connection(service), sock=listener)
+    await stop.wait()
+    server.close()
+    await service.close()
+
+
+def main() -> None:
+    name, listener = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
+    sockets = os.path.dirname(listener.getsockname())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which decides
+    faulthandler.enable()
+    lifeline = Lifeline(sockets)
+    token = lifeline.read(channel.TOKEN_BYTES)
+    join_run(sockets, token)
+    start_compute_thread()
+    asyncio.run(_serve(Service(name, token), lifeline, listener))
+
+
+if __name__ == "__main__":
+    main()

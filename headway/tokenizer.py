@@ -1,0 +1,98 @@
+"""Text to tokens and back: any transformers tokenizer, or a small one of single characters built from an alphabet.
+
+Nothing here is guessed: a directory that holds no tokenizer, or a chat prompt for a model without a chat template, is
+one sentence at start-up. The engine knows nothing of this file; it lives in token space.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headway.errors import ConfigError
+from headway.types import Ints
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+Messages = list[dict[str, Any]]
+
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+
+
+def build_character_tokenizer(alphabet: str) -> "PreTrainedTokenizerFast":
+    """One token per character of the alphabet, after <pad>, <eos> and <unk>; every other character is <unk>."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    repeated = sorted({character for character in alphabet if alphabet.count(character) > 1})
+    if not alphabet or repeated:
+        problem = f"repeats {repeated}" if repeated else "is empty"
+        raise ConfigError(f"alphabet {alphabet!r} {problem}; name each character of the tokenizer once")
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNK, *alphabet])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        clean_up_tokenization_spaces=False,
+        # A text that spells "<eos>" must not become the token that ends it.
+        split_special_tokens=True,
+    )
+
+
+def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer
+
+    if path.startswith((".", "/", "~")) and not Path(path).is_dir():
+        raise ConfigError(f"model directory {path} does not exist; name a transformers directory or a hub model")
+    # transformers reports a missing, foreign or damaged tokenizer by half a dozen unrelated exception types.
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        raise ConfigError(f"{path} holds no tokenizer that transformers can load ({_first_line(error)})") from error
+    # A directory with a model's config.json but no tokenizer files loads as a tokenizer of special tokens only.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise ConfigError(f"{path} holds no tokenizer: its vocabulary is empty; add the model's tokenizer files to it")
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer in {path} names no end-of-text token; set eos_token in its tokenizer config")
+    return tokenizer
+
+
+def encode_prompt(
+    tokenizer: "PreTrainedTokenizerBase", row_prompt: str | Messages, chat: bool, suffix: str = ""
+) -> Ints:
+    """Tokens of a prompt: through the chat template when `chat`, else the plain text without special tokens."""
+    if isinstance(row_prompt, str):
+        text = row_prompt + suffix
+        if not chat:
+            return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+        row_prompt = [{"role": "user", "content": text}]
+    elif not chat:
+        raise ConfigError("a prompt of chat messages needs the model's chat template; set task.chat = true")
+    return _encode_chat(tokenizer, row_prompt)
+
+
+def _encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> Ints:
+    if not tokenizer.chat_template:
+        raise ConfigError("task.chat = true, but the model's tokenizer has no chat template; set task.chat = false")
+    # The template is the model author's program, the messages are the user's data: either may refuse the other.
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:
+        raise ConfigError(f"the chat template does not accept these messages ({_first_line(error)})") from error
+    return np.asarray(tokenizer.encode(str(text), add_special_tokens=False), np.int32)
+
+
+def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int] | Ints) -> str:
+    """The text of the tokens, special tokens left out, spaces as they were written."""
+    token_list = [int(token) for token in tokens]
+    return str(tokenizer.decode(token_list, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

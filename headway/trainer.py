@@ -1,0 +1,286 @@
+"""The trainer: batch → micro-batches → loss → optimizer step → published weights.
+
+It is blind to where the data came from. The proximal pass is free in the first minibatch, where π_prox is exactly
+π_θ before the step; later minibatches get theirs from a forward pass before any weight moves.
+
+Invariants that live here:
+  7. The loss is Eq. 5 (losses.py); what this file adds is that π_prox is the weights before this training step.
+ 12. The gradient does not depend on packing: the denominator is the minibatch's number of trained tokens.
+ 16. Replay: nothing here is random, so the same batches give the same weights.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway import checkpoint
+from headway.config import AlgorithmSection, ModelSection, TrainerSection
+from headway.errors import ConfigError, InvariantBroken
+from headway.losses import PolicyLossInput, PolicyLossOutput, decoupled_ppo, merge_metrics, naive_ppo
+from headway.microbatch import MicroBatch, Sample, micro_batches, minibatches_of
+from headway.models import DTYPES, Policy, full_tensor, load_model, model_shape, named_weights, shard, shard_like
+from headway.packing import flops
+from headway.runtime import offload
+from headway.tokenizer import load_tokenizer
+from headway.types import Batch, Ints, Scores, StepReport, WeightUpdate
+from headway.weights import Publisher, digest, fingerprints
+
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+class Trainer:
+    """One rank. Methods are called one at a time; the heavy ones run on the compute thread."""
+
+    def __init__(
+        self, model: ModelSection, section: TrainerSection, algorithm: AlgorithmSection, worst_staleness: int | None
+    ):
+        self.section, self.algorithm = section, algorithm
+        self.worst_staleness = worst_staleness
+        self.version = 0
+        self._model_path, self._dtype = model.path, DTYPES[model.dtype]
+        self._model = load_model(model.path, torch.float32)
+        if section.gradient_checkpointing:
+            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.policy = Policy(self._model, section.logprob_chunk).train()
+        shard(self.policy, self._dtype)
+        self.optimizer = _adamw(self.policy, section)
+        self._cost = partial(flops, shape=model_shape(self._model.config))
+        self._publisher = Publisher()
+
+    async def close(self) -> None:
+        self._publisher.close()
+
+    async def train(self, batch: Batch) -> StepReport:
+        return await offload(self.train_batch, batch)
+
+    async def publish(self) -> WeightUpdate:
+        return await offload(self.publish_weights)
+
+    async def score(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
+        return await offload(self.score_sequences, sequences, temperature)
+
+    async def save(self, directory: str) -> None:
+        await offload(self.save_state, Path(directory))
+
+    async def load(self, directory: str) -> int:
+        return await offload(self.load_state, Path(directory))
+
+    async def save_model(self, directory: str) -> None:
+        await offload(self.write_model, Path(directory))
+
+    def train_batch(self, batch: Batch) -> StepReport:
+        """One training step: all minibatches of the batch; adds one version, or none if anything was not finite."""
+        started = time.time()
+        self._check(batch)
+        minibatches = minibatches_of(batch, self.algorithm, self.section.minibatches)
+        for minibatch in minibatches[1:]:
+            self._fill_proximal(minibatch)
+        before = self._snapshot() if len(minibatches) > 1 else None
+        self._set_learning_rate()
+        outcomes = [self._train_minibatch(minibatch, batch.version) for minibatch in minibatches]
+        skipped = next((reason for _, reason in outcomes if reason), "")
+        if skipped and before is not None:
+            self._restore(before)
+        if not skipped:
+            self.version += 1
+        return StepReport(
+            version=self.version,
+            skipped=skipped,
+            num_tokens=batch.num_sampled,
+            started=started,
+            seconds=time.time() - started,
+            metrics=_summarise([metrics for metrics, _ in outcomes], self.optimizer.param_groups[0]["lr"]),
+        )
+
+    def _check(self, batch: Batch) -> None:
+        if batch.version != self.version:
+            raise InvariantBroken(f"a batch for version {batch.version} reached a trainer at version {self.version}")
+        worst = max(batch.staleness, default=0)
+        if self.worst_staleness is not None and worst > self.worst_staleness:
+            raise InvariantBroken(f"a batch is {worst} versions stale, beyond the bound of {self.worst_staleness}")
+
+    def _train_minibatch(self, samples: list[Sample], version: int) -> tuple[dict[str, Tensor], str]:
+        """One optimizer step; the metrics of its micro-batches, and why it was skipped, if it was."""
+        denominator = sum(len(sample.where) for sample in samples)
+        if denominator == 0:
+            return {}, ""
+        self.optimizer.zero_grad(set_to_none=True)
+        parts = []
+        for micro_batch in self._pack(samples):
+            output = self._loss(micro_batch, denominator, version)
+            output.loss.backward()
+            parts.append(output.metrics | {"loss_sum": output.loss.detach() * denominator})
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.section.clip_norm)
+        metrics = merge_metrics(parts)
+        metrics |= {"grad_norm_max": full_tensor(norm), "micro_batches": torch.tensor(float(len(parts)))}
+        loss, norm_value = float(metrics["loss_sum"]), float(metrics["grad_norm_max"])
+        if not (math.isfinite(loss) and math.isfinite(norm_value)):
+            self.optimizer.zero_grad(set_to_none=True)
+            return metrics, f"loss {loss / denominator:g}, gradient norm {norm_value:g}"
+        self.optimizer.step()
+        return metrics, ""
+
+    def _pack(self, samples: list[Sample]) -> list[MicroBatch]:
+        return micro_batches(samples, self.section.token_budget, self._cost)
+
+    def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        out: tuple[Tensor, Tensor] = self.policy(
+            micro_batch.tokens_T,
+            micro_batch.positions_T,
+            micro_batch.lengths,
+            micro_batch.where_M,
+            micro_batch.temperature_M,
+        )
+        return out
+
+    def _loss(self, micro_batch: MicroBatch, denominator: float, version: int) -> PolicyLossOutput:
+        logprobs_M, entropy_M = self._forward(micro_batch)
+        # Without a proximal pass this is the first minibatch: no weight has moved, so π_prox is π_θ.
+        proximal_M = logprobs_M.detach() if micro_batch.proximal_M is None else micro_batch.proximal_M
+        inputs = PolicyLossInput(
+            logprobs_T=logprobs_M,
+            proximal_T=proximal_M,
+            behaviour_T=micro_batch.behaviour_M,
+            advantages_T=micro_batch.advantages_M,
+            mask_T=torch.ones_like(logprobs_M),
+        )
+        chosen = self.algorithm
+        if chosen.objective == "decoupled":
+            output = decoupled_ppo(
+                inputs, denominator, chosen.clip_eps, chosen.behaviour_cap, chosen.behaviour_cap_mode
+            )
+        else:
+            output = naive_ppo(inputs, denominator, chosen.clip_eps)
+        # Tokens sampled under these very weights show how far engine and trainer disagree.
+        gap_M = (proximal_M - micro_batch.behaviour_M).abs() * (micro_batch.versions_M == version)
+        extra = {"entropy_sum": entropy_M.sum(), "logprob_gap_max": gap_M.max()}
+        return PolicyLossOutput(output.loss, output.metrics | extra)
+
+    @torch.no_grad()
+    def _fill_proximal(self, samples: list[Sample]) -> None:
+        for micro_batch in self._pack(samples):
+            logprobs_M, _ = self._forward(micro_batch)
+            counts = [len(sample.where) for sample in micro_batch.samples]
+            for sample, proximal in zip(micro_batch.samples, logprobs_M.split(counts), strict=True):
+                sample.proximal = proximal.numpy()
+
+    def _set_learning_rate(self) -> None:
+        rise = min(1.0, (self.version + 1) / max(1, self.section.warmup_steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.section.lr * rise
+
+    def _snapshot(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self._state_tensors()}
+
+    def _restore(self, tensors: dict[str, Tensor]) -> None:
+        """Put weights and optimizer back, in place."""
+        by_name = dict(self.policy.named_parameters())
+        with torch.no_grad():
+            for name, parameter in by_name.items():
+                parameter.copy_(shard_like(parameter, tensors[f"weights/{name}"]))
+                found = {kind: tensors[key] for kind in _MOMENTS if (key := f"{kind}/{name}") in tensors}
+                state = {kind: shard_like(parameter, value.clone()) for kind, value in found.items()}
+                self.optimizer.state[parameter] = state
+
+    def _state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Master weights and the optimizer's state, by parameter name."""
+        for name, parameter in self.policy.named_parameters():
+            yield f"weights/{name}", full_tensor(parameter.detach())
+            for kind, value in self.optimizer.state.get(parameter, {}).items():
+                yield f"{kind}/{name}", full_tensor(value)
+
+    def published_weights(self) -> dict[str, Tensor]:
+        """What engines receive: the cast tensors the forward pass uses; tied ones stay one tensor."""
+        cast: dict[int, Tensor] = {}
+        for tensor in named_weights(self._model).values():
+            if id(tensor) not in cast:
+                cast[id(tensor)] = full_tensor(tensor.detach()).to(self._dtype)
+        return {name: cast[id(tensor)] for name, tensor in named_weights(self._model).items()}
+
+    def publish_weights(self) -> WeightUpdate:
+        return self._publisher.publish(self.version, self.published_weights())
+
+    def digest(self) -> str:
+        return digest(fingerprints(self.published_weights()))
+
+    @torch.no_grad()
+    def score_sequences(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
+        samples = [_whole_sample(tokens, temperature) for tokens in sequences]
+        self._fill_proximal(samples)
+        zero = np.zeros(1, np.float32)
+        logprobs = [np.concatenate([zero, s.proximal]) for s in samples if s.proximal is not None]
+        return Scores(self.version, tuple(logprobs))
+
+    def save_state(self, directory: Path) -> None:
+        tensors = dict(self._state_tensors()) | {"random_state": torch.get_rng_state()}
+        checkpoint.save(directory, self.version, tensors, {"digest": self.digest()})
+
+    def load_state(self, directory: Path) -> int:
+        loaded = checkpoint.load(directory)
+        missing = [name for name, _ in self._state_tensors() if name not in loaded.tensors]
+        if missing:
+            raise ConfigError(f"checkpoint {directory} is of another model: it has no {missing[0]}")
+        torch.set_rng_state(loaded.tensors.pop("random_state"))
+        self._restore(loaded.tensors)
+        self.version = loaded.version
+        return self.version
+
+    def write_model(self, directory: Path) -> None:
+        """The current weights as an ordinary transformers directory, in the type they were published in."""
+        model = load_model(self._model_path, self._dtype)
+        model.load_state_dict(self.published_weights())
+        checkpoint.save_model(directory, model, load_tokenizer(self._model_path))
+
+
+def _adamw(policy: torch.nn.Module, section: TrainerSection) -> torch.optim.AdamW:
+    """Weight decay is for matrices; norms and biases are left alone."""
+    matrices = [parameter for parameter in policy.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in policy.parameters() if parameter.ndim < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": section.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=section.lr,
+        betas=(section.beta1, section.beta2),
+        eps=section.adam_eps,
+        fused=True,
+    )
+
+
+def _whole_sample(tokens: Ints, temperature: float) -> Sample:
+    """A sequence of which every token but the first is scored."""
+    where = np.arange(1, len(tokens))
+    blank = np.zeros(len(where), np.float32)
+    return Sample(tokens, where, blank, np.zeros(len(where), np.int32), 0.0, temperature)
+
+
+def _summarise(parts: Iterable[dict[str, Tensor]], lr: float) -> dict[str, float]:
+    """Sums over all minibatches as the per-token figures a person reads."""
+    total = {name: float(value) for name, value in merge_metrics(part for part in parts if part).items()}
+    tokens = max(1.0, total.get("tokens", 0.0))
+    names = {
+        "loss": "loss_sum",
+        "entropy": "entropy_sum",
+        "clip_fraction": "clip_count",
+        "capped_fraction": "capped_count",
+        "behaviour_weight_mean": "behaviour_weight_sum",
+        "kl": "kl_sum",
+        "behaviour_kl": "behaviour_kl_sum",
+    }
+    means = {shown: total.get(summed, 0.0) / tokens for shown, summed in names.items()}
+    return means | {
+        "behaviour_weight_max": total.get("behaviour_weight_max", 0.0),
+        "logprob_gap_max": total.get("logprob_gap_max", 0.0),
+        "grad_norm": total.get("grad_norm_max", 0.0),
+        "num_micro_batches": total.get("micro_batches", 0.0),
+        "lr": lr,
+    }

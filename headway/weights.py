@@ -1,0 +1,156 @@
+"""Publish and fetch named tensors under a version, with fingerprints.
+
+A publisher writes an update into one of two shared-memory buffers; a receiver copies it beside its live weights and
+exchanges the two between decode steps. Tied tensors lie in the buffer once and are named twice.
+
+Invariant that lives here:
+ 11. Weight sync is proved at every load by fingerprint: each tensor's checksum is taken over its bytes as published,
+     and again over the bytes the receiver is about to run; a mismatch stops the run.
+"""
+
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from headway.errors import WeightMismatch
+from headway.types import TensorInfo, WeightUpdate
+
+_ALIGNMENT = 64
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """A checksum over the tensor's bytes."""
+    return str(xxhash.xxh3_64_hexdigest(_bytes(tensor)))
+
+
+def digest(fingerprints: Mapping[str, str]) -> str:
+    """One checksum for a whole set of weights."""
+    lines = "\n".join(f"{name} {fingerprints[name]}" for name in sorted(fingerprints))
+    return str(xxhash.xxh3_64_hexdigest(lines.encode()))
+
+
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: fingerprint(tensor.detach()) for name, tensor in tensors.items()}
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    array: NDArray[np.uint8] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return array.data
+
+
+class _SharedBuffer:
+    """Memory other processes of this user can map by `path`; it vanishes with its owner."""
+
+    def __init__(self, num_bytes: int):
+        if hasattr(os, "memfd_create"):
+            self._file = os.memfd_create("headway-weights")
+            self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        else:
+            self._file, self.path = tempfile.mkstemp(prefix="headway-weights-")
+        os.truncate(self._file, num_bytes)
+        self.memory = mmap.mmap(self._file, num_bytes)
+
+    def close(self) -> None:
+        os.close(self._file)
+        if not self.path.startswith("/proc/"):
+            os.unlink(self.path)
+
+
+class Publisher:
+    """The sending side: two buffers by turns, so that an update stays readable until the one after the next."""
+
+    def __init__(self) -> None:
+        self._buffers: list[_SharedBuffer] = []
+
+    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> WeightUpdate:
+        """Write the tensors, in the type they are given, and say where they lie."""
+        placed: dict[int, int] = {}
+        offset = 0
+        for tensor in tensors.values():
+            if id(tensor) not in placed:
+                placed[id(tensor)] = offset
+                offset += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        buffer = self._buffer(version, offset)
+        infos: list[TensorInfo] = []
+        prints: dict[int, str] = {}
+        for name, tensor in tensors.items():
+            data = _bytes(tensor.detach())
+            start = placed[id(tensor)]
+            if id(tensor) not in prints:
+                buffer.memory[start : start + len(data)] = data
+                prints[id(tensor)] = str(xxhash.xxh3_64_hexdigest(data))
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            infos.append(TensorInfo(name, dtype, tuple(tensor.shape), start, len(data), prints[id(tensor)]))
+        return WeightUpdate(version, "full", "shared_memory", buffer.path, tuple(infos))
+
+    def _buffer(self, version: int, num_bytes: int) -> _SharedBuffer:
+        while len(self._buffers) < 2:
+            self._buffers.append(_SharedBuffer(num_bytes))
+        return self._buffers[version % 2]
+
+    def close(self) -> None:
+        for buffer in self._buffers:
+            buffer.close()
+        self._buffers.clear()
+
+
+def open_update(update: WeightUpdate) -> dict[str, Tensor]:
+    """The update's tensors as views of the shared memory; copy-on-write, so that nobody can write to the original."""
+    with open(update.location, "rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    whole = np.frombuffer(memory, dtype=np.uint8)
+    tensors = {}
+    for info in update.tensors:
+        data = torch.from_numpy(whole[info.offset : info.offset + info.num_bytes])
+        tensors[info.name] = data.view(getattr(torch, info.dtype)).view(info.shape)
+    return tensors
+
+
+class ShadowWeights:
+    """The receiving side: a second set of tensors beside a module's live ones."""
+
+    def __init__(self, live: Mapping[str, Tensor]):
+        self._live = {name: parameter for name, parameter in live.items() if isinstance(parameter, nn.Parameter)}
+        self._shadow: dict[int, Tensor] = {}
+        self._fingerprints: dict[str, str] = {}
+        self.staged_version: int | None = None
+
+    def stage(self, update: WeightUpdate) -> None:
+        """Copy the update into the shadow set and check every byte of it; the live set is untouched."""
+        self.staged_version = None
+        published = open_update(update)
+        self._check_names(published)
+        self._fingerprints = {}
+        for name, parameter in self._live.items():
+            shadow = self._shadow.setdefault(id(parameter), torch.empty_like(parameter.data))
+            if published[name].shape != shadow.shape or published[name].dtype != shadow.dtype:
+                theirs, ours = (f"{t.dtype} {tuple(t.shape)}" for t in (published[name], shadow))
+                raise WeightMismatch(f"version {update.version}: {name} was published as {theirs}, loaded as {ours}")
+            shadow.copy_(published[name])
+            self._fingerprints[name] = fingerprint(shadow)
+        wrong = [name for name, value in update.fingerprints.items() if self._fingerprints[name] != value]
+        if wrong:
+            raise WeightMismatch(f"version {update.version}: {wrong[0]} arrived with another checksum than published")
+        self.staged_version = update.version
+
+    def _check_names(self, published: Mapping[str, Tensor]) -> None:
+        differing = sorted(self._live.keys() ^ published.keys())
+        if differing:
+            raise WeightMismatch(f"published and loaded tensors differ by name, first {differing[0]}")
+
+    def staged(self, name: str) -> Tensor:
+        return self._shadow[id(self._live[name])]
+
+    def swap(self) -> dict[str, str]:
+        """Exchange live and shadow tensors; the fingerprints of what is now live."""
+        for parameter in {id(p): p for p in self._live.values()}.values():
+            parameter.data, self._shadow[id(parameter)] = self._shadow[id(parameter)], parameter.data
+        self.staged_version = None
+        return dict(self._fingerprints)
