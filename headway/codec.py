@@ -54,7 +54,10 @@ def portable(cls: P) -> P:
 
 
 def encode(value: Any) -> bytes:
-    packed: bytes = msgpack.packb(value, default=_to_extension, strict_types=True, unicode_errors="surrogatepass")
+    # A small buffer to start with: nested values each have a packer of their own, and most are short.
+    packed: bytes = msgpack.packb(
+        value, default=_to_extension, strict_types=True, unicode_errors="surrogatepass", buf_size=4096
+    )
     return packed
 
 

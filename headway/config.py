@@ -37,7 +37,7 @@ class RunSection(Section):
     steps: int = Field(100, ge=1, description="training steps until the run ends")
     runtime: Literal["local", "inline"] = Field("local", description="processes on this machine, or all in this one")
     deterministic: bool = Field(False, description="bit-for-bit repeatable generation, at some cost in speed")
-    deadline_s: float = Field(600.0, gt=0, description="longest wait for any one answer of a worker, in seconds")
+    deadline_s: float = Field(1800.0, gt=0, description="longest wait for any one answer, in seconds")
 
 
 class InitSection(Section):

@@ -43,6 +43,11 @@ class MicroBatch:
     advantages_M: Tensor
     proximal_M: Tensor | None
 
+    @property
+    def forward_arguments(self) -> tuple[Tensor, Tensor, list[int], Tensor, Tensor]:
+        """What `Policy.forward` takes."""
+        return self.tokens_T, self.positions_T, self.lengths, self.where_M, self.temperature_M
+
 
 def samples_of(group: Group, advantages: dict[tuple[int, int], float]) -> list[Sample]:
     """The sequences of a group that have trained tokens, each with its trajectory's advantage."""

@@ -219,6 +219,7 @@ def build_model(init: InitSection, vocab_size: int, pad: int, eos: int, max_cont
         eos_token_id=eos,
         bos_token_id=None,
         tie_word_embeddings=True,
+        initializer_range=init.hidden_size**-0.5,  # the usual 0.02 is for wide models; a narrow one would start slowly
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

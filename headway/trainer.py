@@ -50,7 +50,7 @@ class Trainer:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
         self.policy = Policy(self._model, section.logprob_chunk).train()
         shard(self.policy, self._dtype)
-        self.optimizer = _adamw(self.policy, section)
+        self.optimizer = adamw(self.policy, section, section.lr)
         self._cost = partial(flops, shape=model_shape(self._model.config))
         self._publisher = Publisher()
 
@@ -131,13 +131,7 @@ class Trainer:
         return micro_batches(samples, self.section.token_budget, self._cost)
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        out: tuple[Tensor, Tensor] = self.policy(
-            micro_batch.tokens_T,
-            micro_batch.positions_T,
-            micro_batch.lengths,
-            micro_batch.where_M,
-            micro_batch.temperature_M,
-        )
+        out: tuple[Tensor, Tensor] = self.policy(*micro_batch.forward_arguments)
         return out
 
     def _loss(self, micro_batch: MicroBatch, denominator: float, version: int) -> PolicyLossOutput:
@@ -172,9 +166,8 @@ class Trainer:
                 sample.proximal = proximal.numpy()
 
     def _set_learning_rate(self) -> None:
-        rise = min(1.0, (self.version + 1) / max(1, self.section.warmup_steps))
         for group in self.optimizer.param_groups:
-            group["lr"] = self.section.lr * rise
+            group["lr"] = self.section.lr * warmed_up(self.version, self.section.warmup_steps)
 
     def _snapshot(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self._state_tensors()}
@@ -239,7 +232,7 @@ class Trainer:
         checkpoint.save_model(directory, model, load_tokenizer(self._model_path))
 
 
-def _adamw(policy: torch.nn.Module, section: TrainerSection) -> torch.optim.AdamW:
+def adamw(policy: torch.nn.Module, section: TrainerSection, lr: float) -> torch.optim.AdamW:
     """Weight decay is for matrices; norms and biases are left alone."""
     matrices = [parameter for parameter in policy.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in policy.parameters() if parameter.ndim < 2]
@@ -249,11 +242,16 @@ def _adamw(policy: torch.nn.Module, section: TrainerSection) -> torch.optim.Adam
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
-        lr=section.lr,
+        lr=lr,
         betas=(section.beta1, section.beta2),
         eps=section.adam_eps,
         fused=True,
     )
+
+
+def warmed_up(step: int, warmup_steps: int) -> float:
+    """The share of the learning rate at a step: rising linearly, then 1."""
+    return min(1.0, (step + 1) / max(1, warmup_steps))
 
 
 def _whole_sample(tokens: Ints, temperature: float) -> Sample:

@@ -1,0 +1,220 @@
+"""headway train | sft | eval | rollout | replay | report | bench: the command line.
+
+Errors written for people are printed as their one sentence; anything else is a bug and keeps its trace.
+"""
+
+import asyncio
+import runpy
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from headway.errors import HeadwayError
+
+if TYPE_CHECKING:
+    from headway.config import Config
+
+T = TypeVar("T")
+_OVERRIDES: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Asynchronous reinforcement learning for language models that reason.",
+    epilog="Every knob of a config can be given as --section.key=value; `headway knobs` lists them.",
+)
+
+ConfigPath = Annotated[Path, typer.Argument(help="TOML file of the run", show_default=False)]
+RunPath = Annotated[Path, typer.Argument(help="directory of a run", show_default=False)]
+
+
+def main() -> None:
+    try:
+        app()
+    except HeadwayError as error:
+        _complain(error)
+        sys.exit(1)
+
+
+def _complain(error: HeadwayError) -> None:
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    console.print("error:", style="bold red", end=" ")
+    console.print(str(error), markup=False)
+    for note in getattr(error, "__notes__", []):
+        console.print(note, markup=False)
+
+
+def _load(path: Path, context: typer.Context) -> "Config":
+    from headway.config import load
+
+    return load(path, context.args)
+
+
+def _with_view(make: "Callable[[View], Coroutine[Any, Any, T]]", history: "Iterable[Event]" = ()) -> T:
+    """Run a coroutine that shows itself through a view, and restore the terminal whatever happens."""
+    from headway.view import open_view
+
+    view = open_view(sys.stdout, history)
+    try:
+        return asyncio.run(make(view))
+    finally:
+        view.close()
+
+
+@app.command(context_settings=_OVERRIDES)
+def train(
+    context: typer.Context,
+    config: ConfigPath,
+    resume: Annotated[bool, typer.Option(help="go on with the run in run.dir")] = False,
+    dry_run: Annotated[bool, typer.Option(help="check everything, print the plan, start nothing")] = False,
+    from_groups: Annotated[Path | None, typer.Option("--from", help="train on recorded groups (.jsonl) only")] = None,
+) -> None:
+    """Train a model: generation and training side by side, from nothing or from where a run was interrupted."""
+    loaded = _load(config, context)
+    if dry_run:
+        _print_plan(loaded)
+    elif from_groups is not None:
+        _train_from(loaded, from_groups)
+    else:
+        _train(loaded, resume)
+
+
+def _train(loaded: "Config", resume: bool) -> None:
+    from headway import launch
+    from headway.events import read
+    from headway.record import EVENTS_NAME
+    from headway.report import table
+
+    events = Path(loaded.run.dir) / EVENTS_NAME
+    history = read(events) if resume and events.exists() else []
+    summary = _with_view(lambda view: launch.train(loaded, resume, view), history)
+    _print(table(summary))
+
+
+def _print_plan(config: "Config") -> None:
+    from headway.plan import describe, table
+
+    _print(table(describe(config)))
+
+
+def _train_from(config: "Config", path: Path) -> None:
+    from headway import launch
+    from headway.record import read_jsonl
+
+    reports = _with_view(lambda view: launch.train_from(config, read_jsonl(path), view))
+    for report in reports:
+        _print(f"step {report['version']:.0f}: loss {report['loss']:.4f}, gradient norm {report['grad_norm']:.3f}")
+    _print(f"model saved to {Path(config.run.dir) / 'model'}")
+
+
+@app.command(context_settings=_OVERRIDES)
+def sft(context: typer.Context, config: ConfigPath) -> None:
+    """Warm a model up on worked examples; builds a small one from nothing where model.init.alphabet is given."""
+    loaded = _load(config, context)
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from headway.sft import sft as warm_up
+
+    columns = (TextColumn("warming up"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}"), disable=not sys.stdout.isatty()) as bar:
+        task = bar.add_task("", total=loaded.sft.steps, loss=float("nan"))
+
+        def report(done: int, total: int, loss: float) -> None:
+            bar.update(task, completed=done, loss=loss)
+            if not sys.stdout.isatty() and (done % 50 == 0 or done == total):
+                _print(f"warming up: step {done}/{total}, loss {loss:.3f}")
+
+        out, _ = warm_up(loaded, report)
+    _print(f"model saved to {out}")
+
+
+@app.command("eval", context_settings=_OVERRIDES)
+def evaluate(context: typer.Context, config: ConfigPath) -> None:
+    """Held-out accuracy of the model at model.path."""
+    from headway import launch
+
+    found = _with_view(lambda view: launch.evaluate_only(_load(config, context), view))
+    _print(
+        f"accuracy {found.accuracy:.1%} on {found.num} problems "
+        f"({found.num_failed} without a verdict), {found.mean_tokens:.0f} tokens each, {found.seconds:.1f} s"
+    )
+
+
+@app.command(context_settings=_OVERRIDES)
+def rollout(
+    context: typer.Context,
+    config: ConfigPath,
+    out: Annotated[Path, typer.Option(help="where the groups go (.jsonl)")],
+    groups: Annotated[int, typer.Option(min=1, help="how many groups; one batch when left out")] = 0,
+) -> None:
+    """Generate and reward groups without training."""
+    from headway import launch
+    from headway.record import write_jsonl
+
+    loaded = _load(config, context)
+    made = _with_view(lambda view: launch.rollout_only(loaded, groups or loaded.trainer.batch_groups, view))
+    num_written = write_jsonl(out, made)
+    rewards = [trajectory.reward for group in made for trajectory in group.trajectories]
+    mean = sum(rewards) / max(1, len(rewards))
+    _print(f"{num_written} groups with {len(rewards)} trajectories written to {out}; mean reward {mean:.3f}")
+
+
+@app.command()
+def replay(run: RunPath) -> None:
+    """Train a recorded run again and see that it leads to identical weights."""
+    from headway import launch
+
+    version, digest = _with_view(lambda view: launch.replay(run, view))
+    _print(f"replayed {version} training steps: every version's weights are identical to the record (last {digest})")
+
+
+@app.command()
+def report(run: RunPath) -> None:
+    """Make summary.json, report.png and metrics.jsonl of a run again, and print the summary."""
+    from headway.report import table, write_report
+
+    _print(table(write_report(run)))
+    _print(f"curves and timeline: {run / 'report.png'}")
+
+
+@app.command()
+def knobs() -> None:
+    """List every knob of a config, one sentence each."""
+    from rich.table import Table
+
+    from headway.config import all_keys
+
+    listing = Table("knob", "meaning", box=None)
+    for key, sentence in all_keys().items():
+        listing.add_row(key, sentence)
+    _print(listing)
+
+
+@app.command(context_settings=_OVERRIDES)
+def bench(
+    context: typer.Context, name: Annotated[str, typer.Argument(help="a file in bench/, without its ending")]
+) -> None:
+    """Run a benchmark of the source tree; arguments go to it."""
+    directory = Path(__file__).resolve().parent.parent / "bench"
+    script = directory / f"{name}.py"
+    known = sorted(path.stem for path in directory.glob("*.py") if not path.stem.startswith("_"))
+    if not script.is_file():
+        raise HeadwayError(f"there is no benchmark {name}; the source tree has {', '.join(known) or 'none here'}")
+    sys.argv = [str(script), *context.args]
+    sys.path.insert(0, str(directory))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _print(what: Any) -> None:
+    from rich.console import Console
+
+    Console(highlight=False).print(what, markup=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,505 @@
+"""Builds everything, starts it, stops it in order.
+
+`prepare` reads and checks all there is to check before anything heavy starts; the verbs below it start the workers
+they need through a runtime and end them, whatever happens. A run directory holds: config.json, events.jsonl, record/,
+checkpoint/a and /b, logs/, metrics.jsonl, tensorboard/, model/, summary.json, report.png.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import platform
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headway.buffer import Buffer
+from headway.config import Config
+from headway.engine import Engine
+from headway.errors import ConfigError, HeadwayError, InvariantBroken, RunFailed
+from headway.events import Event, read
+from headway.ledger import Ledger, RunState, fold, ledger
+from headway.metrics import Metrics
+from headway.prompts import PromptStream, load_prompts
+from headway.record import EVENTS_NAME, RunLog
+from headway.report import Summary, write_report
+from headway.runtime import InlineRuntime, LocalRuntime, Runtime
+from headway.staleness import StalenessControl, resolve_window
+from headway.tokenizer import load_tokenizer
+from headway.types import Admission, Batch, DropReason, Group, Ints, Prompt, Sampling, StepReport
+from headway.view import View
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from headway.controller import Progress, Tasks, Workers
+    from headway.evaluate import Evaluation
+    from headway.rollout import RolloutWorker
+    from headway.trainer import Trainer
+
+_PROBE_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A config whose every reference has been followed and checked."""
+
+    config: Config
+    model_config: "PreTrainedConfig"
+    context: int
+    longest: int
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+    sampling: Sampling
+    eval_sampling: Sampling
+
+    def staleness(self) -> StalenessControl:
+        batch, section = self.config.trainer.batch_groups, self.config.staleness
+        return StalenessControl(batch, section.max_staleness, resolve_window(section.window, batch))
+
+
+def prepare(config: Config) -> Prepared:
+    """Follow every reference of the config; the first thing that cannot work is one sentence."""
+    from headway.models import load_config
+
+    check_device(config.engine.device)
+    model_config = load_config(config.model.path)
+    tokenizer = load_tokenizer(config.model.path)
+    context = config.engine.max_context or model_config.max_position_embeddings
+    if context > model_config.max_position_embeddings:
+        limit = model_config.max_position_embeddings
+        raise ConfigError(f"engine.max_context = {context} is more than the model's {limit}; lower it")
+    prompts = load_prompts(config.task, tokenizer, context - 1)
+    held_out = load_prompts(config.task, tokenizer, context - 1, "eval") if config.task.eval else []
+    longest_prompt = max(len(prompt.tokens) for prompt in [*prompts, *held_out])
+    longest = min(context, longest_prompt + config.sampling.max_tokens)
+    _check_sizes(config, context, longest)
+    stops = _stop_tokens(model_config.eos_token_id, tokenizer.eos_token_id)
+    sampling = Sampling(
+        temperature=config.sampling.temperature,
+        top_k=config.sampling.top_k,
+        top_p=config.sampling.top_p,
+        max_tokens=config.sampling.max_tokens,
+        stop_tokens=stops,
+        stop_strings=tuple(config.sampling.stop_strings),
+    )
+    eval_sampling = Sampling(
+        temperature=config.evaluate.temperature,
+        max_tokens=config.sampling.max_tokens,
+        stop_tokens=stops,
+        stop_strings=tuple(config.sampling.stop_strings),
+    )
+    limit = config.evaluate.limit
+    return Prepared(config, model_config, context, longest, prompts, held_out[:limit], sampling, eval_sampling)
+
+
+def check_device(device: str) -> None:
+    if device == "cpu":
+        return
+    import torch
+
+    there = f"{torch.cuda.device_count()} found" if torch.cuda.is_available() else "none found"
+    raise ConfigError(f"engine.device = {device} asks for a GPU ({there}), and this engine runs on the CPU; set cpu")
+
+
+def _check_sizes(config: Config, context: int, longest: int) -> None:
+    if config.trainer.token_budget < longest:
+        raise ConfigError(
+            f"trainer.token_budget = {config.trainer.token_budget} is smaller than one sequence of up to {longest} "
+            "tokens (prompt and sampling.max_tokens); raise the budget or lower max_tokens"
+        )
+    if config.engine.kv_tokens < 2 * context:
+        raise ConfigError(
+            f"engine.kv_tokens = {config.engine.kv_tokens} cannot hold two sequences of the context of {context} "
+            "tokens; raise kv_tokens or lower engine.max_context"
+        )
+
+
+def _stop_tokens(*ids: int | list[int] | None) -> tuple[int, ...]:
+    flat = [i for item in ids for i in (item if isinstance(item, list) else [item]) if i is not None]
+    return tuple(sorted(set(flat)))
+
+
+def identity(config: Config) -> str:
+    """A hash of what makes a run the run it is; where it lies, how long it goes on and what it shows may change."""
+    values = config.model_dump(exclude={"metrics", "evaluate", "checkpoint", "sft"})
+    for key in ("dir", "steps", "runtime", "deadline_s"):
+        del values["run"][key]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def probe(prompts: list[Prompt]) -> tuple[Ints, ...]:
+    """A few fixed token sequences for engine and trainer to score after every swap."""
+    tokens = np.concatenate([prompt.tokens for prompt in prompts[:64]])
+    pieces = [tokens[start : start + _PROBE_TOKENS] for start in range(0, 4 * _PROBE_TOKENS, _PROBE_TOKENS)]
+    usable = tuple(piece for piece in pieces if len(piece) >= 2)
+    return usable or (np.repeat(tokens[:1], 2),)
+
+
+# Starting workers
+
+
+@asynccontextmanager
+async def open_runtime(config: Config, directory: Path) -> AsyncIterator[Runtime]:
+    """The configured runtime; every worker is ended when it is left, however it is left."""
+    runtime: Runtime
+    if config.run.runtime == "inline":
+        import torch
+
+        torch.set_num_threads(max(config.engine.threads, config.trainer.threads))
+        runtime = InlineRuntime()
+    else:
+        runtime = LocalRuntime(directory / "logs", config.run.deadline_s)
+    try:
+        yield runtime
+    finally:
+        await runtime.close()
+
+
+async def start_engine(runtime: Runtime, config: Config, name: str = "engine") -> Engine:
+    from headway.engine.embedded import EmbeddedEngine
+    from headway.engine.fake import FakeEngine
+
+    if config.engine.kind == "fake":
+        return await runtime.start(name, FakeEngine)
+    return await runtime.start(
+        name,
+        EmbeddedEngine,
+        config.model.path,
+        config.model.dtype,
+        config.engine,
+        config.run.deterministic,
+        threads=config.engine.threads,
+    )
+
+
+async def start_trainer(runtime: Runtime, config: Config, worst_staleness: int | None) -> "Trainer":
+    from headway.trainer import Trainer
+
+    return await runtime.start(
+        "trainer",
+        Trainer,
+        config.model,
+        config.trainer,
+        config.algorithm,
+        worst_staleness,
+        threads=config.trainer.threads,
+    )
+
+
+async def start_rollout(runtime: Runtime, config: Config, engine: Engine) -> "list[RolloutWorker]":
+    from headway.reward import RewardPool
+    from headway.rollout import RolloutWorker
+
+    pool: RewardPool = await runtime.start("reward", RewardPool, config.task.verifier, config.reward)
+    started = (
+        runtime.start(
+            f"rollout-{number}",
+            RolloutWorker,
+            engine,
+            pool,
+            config.model.path,
+            config.rollout.workflow,
+            config.run.seed,
+        )
+        for number in range(config.rollout.workers)
+    )
+    return list(await asyncio.gather(*started))
+
+
+async def _start_all(runtime: Runtime, prepared: Prepared) -> "Workers":
+    from headway.controller import Workers
+
+    config = prepared.config
+
+    async def generation() -> "tuple[Engine, list[RolloutWorker]]":
+        engine = await start_engine(runtime, config)
+        return engine, await start_rollout(runtime, config, engine)
+
+    worst = prepared.staleness().worst_staleness
+    (engine, rollout), trainer = await asyncio.gather(generation(), start_trainer(runtime, config, worst))
+    return Workers({"engine": engine}, trainer, rollout, runtime.failure)
+
+
+# Training
+
+
+async def train(config: Config, resume: bool, view: View) -> Summary:
+    """A whole run, from nothing or from where it was interrupted."""
+    prepared = prepare(config)
+    directory = Path(config.run.dir)
+    history = _claim(directory, config, resume)
+    state = fold(history)
+    if state.status == "finished" and state.num_trained >= config.run.steps:
+        view.message(f"{directory} is finished; nothing to resume")
+        return write_report(directory)
+    log = RunLog(directory, config.run.deadline_s)
+    metrics = Metrics(directory, config.metrics, history, view.message)
+    tokens = ledger(history)
+    for listener in (tokens.on_event, view.on_event, metrics.on_event):
+        log.subscribe(listener)
+    try:
+        await _run_to_the_end(prepared, log, state, history, tokens, directory, view)
+    finally:
+        metrics.close()
+        log.close()
+    return write_report(directory)
+
+
+async def _run_to_the_end(
+    prepared: Prepared,
+    log: RunLog,
+    state: RunState,
+    history: list[Event],
+    tokens: Ledger,
+    directory: Path,
+    view: View,
+) -> None:
+    """Start, resume if there is something to resume, run; the log's last word says how it ended."""
+    from headway.controller import Controller
+
+    if not history:
+        worst = prepared.staleness().worst_staleness
+        log.append(
+            "run_started",
+            config=prepared.config.model_dump(),
+            hardware=hardware(),
+            num_prompts=len(prepared.prompts),
+            worst_staleness=worst,
+            config_hash=identity(prepared.config),
+        )
+    status, cause = "failed", ""
+    try:
+        async with open_runtime(prepared.config, directory) as runtime, _stoppable():
+            with view.phase("starting workers"):
+                workers = await _start_all(runtime, prepared)
+            progress = await _progress(prepared, log, state, history, workers.trainer, directory, view)
+            await Controller(prepared.config, workers, _tasks(prepared), progress, log, directory, view).run()
+        tokens.check()
+        status = "finished"
+    except asyncio.CancelledError:
+        status, cause = "stopped", "interrupted from outside"
+        raise RunFailed(f"stopped; `--resume` goes on from {directory}") from None
+    except BaseException as error:
+        cause = str(error) or type(error).__name__
+        raise
+    finally:
+        log.append("ended", status=status, cause=cause, ledger=tokens.to_dict())
+
+
+@asynccontextmanager
+async def _stoppable() -> AsyncIterator[None]:
+    """SIGINT and SIGTERM end the run in order, like any other cause."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _tasks(prepared: Prepared) -> "Tasks":
+    from headway.controller import Tasks
+
+    return Tasks(
+        stream=PromptStream(prepared.prompts, prepared.config.run.seed),
+        held_out=prepared.held_out,
+        probe=probe(prepared.prompts),
+        sampling=prepared.sampling,
+        eval_sampling=prepared.eval_sampling,
+    )
+
+
+def _claim(directory: Path, config: Config, resume: bool) -> list[Event]:
+    """The events of the run to go on with, or none; the directory must be this config's or new."""
+    path = directory / EVENTS_NAME
+    history = read(path) if path.exists() else []
+    if history and not resume:
+        raise ConfigError(f"{directory} already holds a run; add --resume to go on with it, or choose another run.dir")
+    if resume and not history:
+        raise ConfigError(f"{directory} holds no run to resume; leave --resume out to start one")
+    if history and fold(history).config_hash != identity(config):
+        raise ConfigError(f"{directory} belongs to a run with another config; resume with that one or change run.dir")
+    if not history:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (directory / "config.json").write_text(json.dumps(config.model_dump(), indent=2))
+    return history
+
+
+async def _progress(
+    prepared: Prepared,
+    log: RunLog,
+    state: RunState,
+    history: list[Event],
+    trainer: "Trainer",
+    directory: Path,
+    view: View,
+) -> "Progress":
+    """Where to start: at the beginning, or exactly where the record says the run was."""
+    from headway.controller import Progress
+
+    staleness = prepared.staleness()
+    if not history:
+        return Progress(0, staleness, Buffer(staleness), [])
+    checkpoint_version = await _load_checkpoint(state, trainer, directory, view)
+    with view.phase(f"retraining {state.num_trained - checkpoint_version} recorded steps") as phase:
+        await retrain(log.record.load, state, trainer, checkpoint_version, phase.progress)
+    untrained = state.untrained_batch
+    staleness = StalenessControl.restore(
+        staleness.batch_groups,
+        staleness.max_staleness,
+        staleness.window,
+        num_admitted=len(state.admitted),
+        trained={group for _, groups in state.batches[: state.num_trained] for group in groups},
+        dropped=set(state.dropped),
+        taken=set(untrained or ()),
+    )
+    waiting = [log.record.load(state.finished[group]) for group in state.waiting]
+    log.append(
+        "resumed",
+        version=state.num_trained,
+        checkpoint_version=checkpoint_version,
+        num_regenerated=len(state.unfinished),
+        lost_tokens=ledger(history).in_flight,
+    )
+    return Progress(
+        version=state.num_trained,
+        staleness=staleness,
+        buffer=Buffer.restore(staleness, waiting, Counter(DropReason(reason) for reason in state.dropped.values())),
+        unfinished=state.unfinished,
+        untrained_batch=tuple(log.record.load(state.finished[group]) for group in untrained) if untrained else None,
+        num_checkpoints=len([event for event in history if event.kind == "checkpointed"]),
+        evaluated_before=any(event["label"] == "before" for event in state.evaluations),
+    )
+
+
+async def _load_checkpoint(state: RunState, trainer: "Trainer", directory: Path, view: View) -> int:
+    """The newest whole checkpoint; a damaged one is named and passed over; with none, the beginning."""
+    for _, slot in state.checkpoints:
+        # A damaged slot is a decision: the other one, or the beginning, leads to the same weights.
+        try:
+            return await trainer.load(str(directory / "checkpoint" / slot))
+        except HeadwayError as error:
+            view.message(f"{error}; trying the one before")
+    return 0
+
+
+async def retrain(
+    load_group: Callable[[Any], Group],
+    state: RunState,
+    trainer: "Trainer",
+    from_version: int,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Train the recorded batches again, and see that they lead to the recorded weights."""
+    from headway.weights import digest
+
+    for version, ids in state.batches[from_version : state.num_trained]:
+        groups = tuple(load_group(state.finished[group]) for group in ids)
+        report = await trainer.train(Batch(version, groups))
+        found = digest((await trainer.publish()).fingerprints)
+        if report.skipped or found != state.digests[version + 1]:
+            raise InvariantBroken(
+                f"training step {version + 1} of the record, trained again, gave other weights than recorded; "
+                "the hardware, the software or the number of threads must have changed"
+            )
+        progress(version + 1 - from_version, state.num_trained - from_version)
+
+
+def hardware() -> dict[str, Any]:
+    return {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
+
+
+# The other verbs
+
+
+async def replay(directory: Path, view: View) -> tuple[int, str]:
+    """Train a recorded run again from its first weights; the last version and its digest, equal to the record's."""
+    from headway.record import RECORD_NAME, Record
+
+    history = read(directory / EVENTS_NAME)
+    state = fold(history)
+    config = Config.model_validate(state.config)
+    if not state.num_trained:
+        raise HeadwayError(f"{directory} has no training step to replay")
+    record = Record(directory / RECORD_NAME)
+    async with open_runtime(config, directory / "replay") as runtime:
+        with view.phase("starting the trainer"):
+            trainer = await start_trainer(runtime, config, None)
+        with view.phase(f"retraining {state.num_trained} recorded steps") as phase:
+            await retrain(record.load, state, trainer, 0, phase.progress)
+        await trainer.save_model(str(directory / "replay" / "model"))
+    return state.num_trained, state.digests[state.num_trained]
+
+
+async def rollout_only(config: Config, num_groups: int, view: View) -> list[Group]:
+    """The generating half alone: groups of the model as it is."""
+    prepared = prepare(config)
+    stream = PromptStream(prepared.prompts, config.run.seed)
+    room = asyncio.Semaphore(2 * config.engine.max_num_seqs)
+    async with open_runtime(config, Path(config.run.dir)) as runtime:
+        with view.phase("starting workers"):
+            engine = await start_engine(runtime, config)
+            workers = await start_rollout(runtime, config, engine)
+        num_done = 0
+        with view.phase(f"generating {num_groups} groups") as phase:
+
+            async def one(number: int) -> Group:
+                nonlocal num_done
+                admission = Admission(number, stream[number], config.rollout.group_size, 0, 0, prepared.sampling)
+                async with room:
+                    group = await workers[number % len(workers)].run(admission)
+                num_done += 1
+                phase.progress(num_done, num_groups)
+                return group
+
+            return list(await asyncio.gather(*(one(number) for number in range(num_groups))))
+
+
+async def train_from(config: Config, groups: list[Group], view: View) -> list[dict[str, float]]:
+    """The training half alone: whole batches of the given groups, in order; the model goes to the run directory."""
+    batch_groups = config.trainer.batch_groups
+    if len(groups) < batch_groups:
+        raise ConfigError(f"{len(groups)} groups do not fill one batch of trainer.batch_groups = {batch_groups}")
+    directory = Path(config.run.dir)
+    ordered = sorted((group for group in groups if group.trajectories), key=lambda group: group.id)
+    num_steps = min(config.run.steps, len(ordered) // batch_groups)
+    async with open_runtime(config, directory) as runtime:
+        with view.phase("starting the trainer"):
+            trainer = await start_trainer(runtime, config, None)
+        reports: list[StepReport] = []
+        with view.phase(f"training {num_steps} steps") as phase:
+            for step in range(num_steps):
+                taken = ordered[step * batch_groups : (step + 1) * batch_groups]
+                report = await trainer.train(Batch(len([r for r in reports if not r.skipped]), tuple(taken)))
+                reports.append(report)
+                phase.progress(step + 1, num_steps)
+        await trainer.save_model(str(directory / "model"))
+    return [{"version": report.version, **report.metrics} for report in reports]
+
+
+async def evaluate_only(config: Config, view: View) -> "Evaluation":
+    """Held-out accuracy of the model as it is."""
+    from headway.evaluate import evaluate
+
+    prepared = prepare(config)
+    if not prepared.held_out:
+        raise ConfigError("task.eval names no held-out rows; set it to evaluate")
+    async with open_runtime(config, Path(config.run.dir)) as runtime:
+        with view.phase("starting workers"):
+            engine = await start_engine(runtime, config)
+            workers = await start_rollout(runtime, config, engine)
+        with view.phase("evaluating") as phase:
+            return await evaluate(
+                workers, prepared.held_out, prepared.eval_sampling, 0, config.engine.max_num_seqs, phase.progress
+            )
