@@ -6,6 +6,7 @@ Errors written for people are printed as their one sentence; anything else is a 
 import asyncio
 import runpy
 import sys
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -15,6 +16,8 @@ from headway.errors import HeadwayError
 
 if TYPE_CHECKING:
     from headway.config import Config
+    from headway.events import Event
+    from headway.view import View
 
 T = TypeVar("T")
 _OVERRIDES: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -167,9 +170,9 @@ def rollout(
 @app.command()
 def replay(run: RunPath) -> None:
     """Train a recorded run again and see that it leads to identical weights."""
-    from headway import launch
+    from headway.resume import replay as retrain_run
 
-    version, digest = _with_view(lambda view: launch.replay(run, view))
+    version, digest = _with_view(lambda view: retrain_run(run, view))
     _print(f"replayed {version} training steps: every version's weights are identical to the record (last {digest})")
 
 

@@ -11,8 +11,7 @@ import json
 import os
 import platform
 import signal
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headway.buffer import Buffer
 from headway.config import Config
 from headway.engine import Engine
-from headway.errors import ConfigError, HeadwayError, InvariantBroken, RunFailed
+from headway.errors import ConfigError, RunFailed
 from headway.events import Event, read
 from headway.ledger import Ledger, RunState, fold, ledger
 from headway.metrics import Metrics
@@ -33,13 +31,13 @@ from headway.report import Summary, write_report
 from headway.runtime import InlineRuntime, LocalRuntime, Runtime
 from headway.staleness import StalenessControl, resolve_window
 from headway.tokenizer import load_tokenizer
-from headway.types import Admission, Batch, DropReason, Group, Ints, Prompt, Sampling, StepReport
+from headway.types import Admission, Batch, Group, Ints, Prompt, Sampling, StepReport
 from headway.view import View
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from headway.controller import Progress, Tasks, Workers
+    from headway.controller import Tasks, Workers
     from headway.evaluate import Evaluation
     from headway.rollout import RolloutWorker
     from headway.trainer import Trainer
@@ -264,6 +262,7 @@ async def _run_to_the_end(
 ) -> None:
     """Start, resume if there is something to resume, run; the log's last word says how it ended."""
     from headway.controller import Controller
+    from headway.resume import progress_from
 
     if not history:
         worst = prepared.staleness().worst_staleness
@@ -280,7 +279,7 @@ async def _run_to_the_end(
         async with open_runtime(prepared.config, directory) as runtime, _stoppable():
             with view.phase("starting workers"):
                 workers = await _start_all(runtime, prepared)
-            progress = await _progress(prepared, log, state, history, workers.trainer, directory, view)
+            progress = await progress_from(prepared, log, state, history, workers.trainer, directory, view)
             await Controller(prepared.config, workers, _tasks(prepared), progress, log, directory, view).run()
         tokens.check()
         status = "finished"
@@ -336,110 +335,11 @@ def _claim(directory: Path, config: Config, resume: bool) -> list[Event]:
     return history
 
 
-async def _progress(
-    prepared: Prepared,
-    log: RunLog,
-    state: RunState,
-    history: list[Event],
-    trainer: "Trainer",
-    directory: Path,
-    view: View,
-) -> "Progress":
-    """Where to start: at the beginning, or exactly where the record says the run was."""
-    from headway.controller import Progress
-
-    staleness = prepared.staleness()
-    if not history:
-        return Progress(0, staleness, Buffer(staleness), [])
-    checkpoint_version = await _load_checkpoint(state, trainer, directory, view)
-    with view.phase(f"retraining {state.num_trained - checkpoint_version} recorded steps") as phase:
-        await retrain(log.record.load, state, trainer, checkpoint_version, phase.progress)
-    untrained = state.untrained_batch
-    staleness = StalenessControl.restore(
-        staleness.batch_groups,
-        staleness.max_staleness,
-        staleness.window,
-        num_admitted=len(state.admitted),
-        trained={group for _, groups in state.batches[: state.num_trained] for group in groups},
-        dropped=set(state.dropped),
-        taken=set(untrained or ()),
-    )
-    waiting = [log.record.load(state.finished[group]) for group in state.waiting]
-    log.append(
-        "resumed",
-        version=state.num_trained,
-        checkpoint_version=checkpoint_version,
-        num_regenerated=len(state.unfinished),
-        lost_tokens=ledger(history).in_flight,
-    )
-    return Progress(
-        version=state.num_trained,
-        staleness=staleness,
-        buffer=Buffer.restore(staleness, waiting, Counter(DropReason(reason) for reason in state.dropped.values())),
-        unfinished=state.unfinished,
-        untrained_batch=tuple(log.record.load(state.finished[group]) for group in untrained) if untrained else None,
-        num_checkpoints=len([event for event in history if event.kind == "checkpointed"]),
-        evaluated_before=any(event["label"] == "before" for event in state.evaluations),
-    )
-
-
-async def _load_checkpoint(state: RunState, trainer: "Trainer", directory: Path, view: View) -> int:
-    """The newest whole checkpoint; a damaged one is named and passed over; with none, the beginning."""
-    for _, slot in state.checkpoints:
-        # A damaged slot is a decision: the other one, or the beginning, leads to the same weights.
-        try:
-            return await trainer.load(str(directory / "checkpoint" / slot))
-        except HeadwayError as error:
-            view.message(f"{error}; trying the one before")
-    return 0
-
-
-async def retrain(
-    load_group: Callable[[Any], Group],
-    state: RunState,
-    trainer: "Trainer",
-    from_version: int,
-    progress: Callable[[int, int], None],
-) -> None:
-    """Train the recorded batches again, and see that they lead to the recorded weights."""
-    from headway.weights import digest
-
-    for version, ids in state.batches[from_version : state.num_trained]:
-        groups = tuple(load_group(state.finished[group]) for group in ids)
-        report = await trainer.train(Batch(version, groups))
-        found = digest((await trainer.publish()).fingerprints)
-        if report.skipped or found != state.digests[version + 1]:
-            raise InvariantBroken(
-                f"training step {version + 1} of the record, trained again, gave other weights than recorded; "
-                "the hardware, the software or the number of threads must have changed"
-            )
-        progress(version + 1 - from_version, state.num_trained - from_version)
-
-
 def hardware() -> dict[str, Any]:
     return {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
 
 
 # The other verbs
-
-
-async def replay(directory: Path, view: View) -> tuple[int, str]:
-    """Train a recorded run again from its first weights; the last version and its digest, equal to the record's."""
-    from headway.record import RECORD_NAME, Record
-
-    history = read(directory / EVENTS_NAME)
-    state = fold(history)
-    config = Config.model_validate(state.config)
-    if not state.num_trained:
-        raise HeadwayError(f"{directory} has no training step to replay")
-    record = Record(directory / RECORD_NAME)
-    async with open_runtime(config, directory / "replay") as runtime:
-        with view.phase("starting the trainer"):
-            trainer = await start_trainer(runtime, config, None)
-        with view.phase(f"retraining {state.num_trained} recorded steps") as phase:
-            await retrain(record.load, state, trainer, 0, phase.progress)
-        await trainer.save_model(str(directory / "replay" / "model"))
-    return state.num_trained, state.digests[state.num_trained]
 
 
 async def rollout_only(config: Config, num_groups: int, view: View) -> list[Group]:

@@ -125,7 +125,7 @@ def summarise(events: Sequence[Event], extra: dict[str, Any] | None = None) -> S
         staleness_mean=_mean(_present(trained, "staleness_mean")),
         staleness_max=max(map(int, _present(trained, "staleness_max")), default=None),
         staleness_bound=head.get("worst_staleness"),
-        parity_max_abs=max(_present(history["swapped"], "parity_max_abs"), default=None),
+        parity_max_abs=max([*_present(history["swapped"], "parity_max_abs"), *_sampled_gaps(history)], default=None),
         pause_ms_mean=_mean(pauses),
         pause_ms_max=max(pauses, default=None),
         num_dropped=dropped.total(),
@@ -147,6 +147,12 @@ def _present(events: Iterable[Event], name: str) -> list[float]:
 
 def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if len(values) else None
+
+
+def _sampled_gaps(history: History) -> list[float]:
+    """What engine and trainer made of the same tokens under the same weights, step by step."""
+    gaps = (event["metrics"].get("logprob_gap_max") for event in history["trained"])
+    return [float(gap) for gap in gaps if gap is not None]
 
 
 def _dropped(history: History) -> dict[int, str]:
