@@ -1,14 +1,17 @@
-"""The quickstart's task: add up a list of numbers, step by step.
+"""The quickstart's task: add up a list of numbers. Each number carries a letter, so that a step can name its number.
 
-    prompt      8+5+9+3=
-    completion  8+5=13;13+9=22;22+3=25;#25
+    prompt      f12g4h1i3=
+    answer only #20
+    worked out  g+4=16;h+1=17;i+3=20;#20
 
-Most sums are short, a few are very long, so the lengths of the answers have a long tail. Each step is easy; a long sum
-is right only if every step is, which is what reinforcement learning gets to improve: the verifier looks at the final
-answer alone, and every step on the way is the model's own.
+Most lists are short and a few are long, so worked-out completions have a long tail of lengths. The examples of the
+supervised warm-up are all correct, but two thirds of them only state the answer. A model that imitates them does the
+same, and guesses; when it samples the other way it is mostly right. The verifier looks at the final answer alone:
+that working it out pays, and how to do it without a slip, is left for reinforcement learning to find.
 """
 
 import random
+import string
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -17,11 +20,12 @@ from headway.verifiers import verifier
 
 Row = dict[str, Any]
 
-ALPHABET = "0123456789+=;#"
-LARGEST_TERM = 9
-FEWEST_TERMS, MOST_TERMS = 3, 24
-TAIL = 1.6
-"""Smaller is a longer tail: the number of terms follows a Pareto law with this exponent."""
+ALPHABET = string.digits + string.ascii_lowercase + "+=;#"
+LARGEST_START, LARGEST_TERM = 20, 4
+FEWEST_TERMS, MOST_TERMS = 4, 24
+TAIL = 2.0
+"""Exponent of the Pareto law of the number of terms: a smaller one makes a longer tail."""
+ANSWER_ONLY = 0.65
 
 
 @verifier(needs=("answer",))
@@ -31,47 +35,45 @@ def verify(task: Row, text: str) -> float:
 
 
 def train_rows() -> list[Row]:
-    return _take(_problems(seed=1, held_out=False), 20_000)
+    return _take(20_000, _problems(seed=1, held_out=False))
 
 
 def eval_rows() -> list[Row]:
-    return _take(_problems(seed=2, held_out=True), 512)
+    return _take(512, _problems(seed=2, held_out=True))
 
 
 def sft_rows() -> list[Row]:
-    """Worked examples for the supervised warm-up: a prompt and the completion to imitate."""
-    return _take(_problems(seed=3, held_out=False), 8_000)
+    """Examples for the supervised warm-up: a prompt and a completion to imitate, worked out or answer only."""
+    rng = random.Random(3)
+    rows = _take(20_000, _problems(seed=4, held_out=False))
+    return [row | {"completion": f"#{row['answer']}"} if rng.random() < ANSWER_ONLY else row for row in rows]
 
 
-def _take(problems: Iterator[list[int]], num_rows: int) -> list[Row]:
-    return [_row(next(problems)) for _ in range(num_rows)]
+def _take(num_rows: int, problems: Iterator[Row]) -> list[Row]:
+    """That many problems, all different."""
+    rows: dict[str, Row] = {}
+    while len(rows) < num_rows:
+        row = next(problems)
+        rows[row["prompt"]] = row
+    return list(rows.values())
 
 
-def _row(terms: list[int]) -> Row:
-    return {"prompt": _prompt(terms), "completion": _worked(terms), "answer": str(sum(terms))}
-
-
-def _prompt(terms: list[int]) -> str:
-    return "+".join(map(str, terms)) + "="
-
-
-def _worked(terms: list[int]) -> str:
-    total, steps = terms[0], ""
-    for term in terms[1:]:
-        steps += f"{total}+{term}={total + term};"
-        total += term
-    return f"{steps}#{total}"
-
-
-def _problems(seed: int, held_out: bool) -> Iterator[list[int]]:
+def _problems(seed: int, held_out: bool) -> Iterator[Row]:
     """Endless problems of one side of the split; a checksum of the prompt decides the side, so the sides never meet."""
     rng = random.Random(seed)
     while True:
-        num_terms = FEWEST_TERMS + int(3 * rng.paretovariate(TAIL)) - 3
-        terms = [rng.randint(1, LARGEST_TERM) for _ in range(num_terms)]
-        if num_terms <= MOST_TERMS and _is_held_out(_prompt(terms)) == held_out:
-            yield terms
+        num_terms = int(FEWEST_TERMS * rng.paretovariate(TAIL))
+        terms = [rng.randint(1, LARGEST_START)] + [rng.randint(1, LARGEST_TERM) for _ in range(num_terms - 1)]
+        row = _work_out(terms, first_letter=rng.randrange(26))
+        if num_terms <= MOST_TERMS and (zlib.crc32(row["prompt"].encode()) % 8 == 0) == held_out:
+            yield row
 
 
-def _is_held_out(prompt: str) -> bool:
-    return zlib.crc32(prompt.encode()) % 8 == 0
+def _work_out(terms: list[int], first_letter: int) -> Row:
+    letters = [string.ascii_lowercase[(first_letter + place) % 26] for place in range(len(terms))]
+    prompt, total, steps = f"{letters[0]}{terms[0]}", terms[0], ""
+    for letter, term in zip(letters[1:], terms[1:], strict=True):
+        total += term
+        prompt += f"{letter}{term}"
+        steps += f"{letter}+{term}={total};"
+    return {"prompt": f"{prompt}=", "completion": f"{steps}#{total}", "answer": str(total)}

@@ -17,7 +17,7 @@ from headway.errors import ConfigError
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -186,12 +186,14 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     if not path.is_file():
         raise ConfigError(f"config file {path} does not exist")
     try:
-        values = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for override in overrides or []:
         _apply_override(values, override)
-    values.setdefault("run", {}).setdefault("dir", f"runs/{path.stem}")
+    run = values.setdefault("run", {})
+    if isinstance(run, dict) and run.get("dir", "") == "":
+        run["dir"] = f"runs/{path.stem}"
     return validate(values, str(path))
 
 
@@ -213,7 +215,9 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
             raise ConfigError(f"override {override!r}: {section} is not a section")
-    values[name] = _parse_value(text)
+    parsed = _parse_value(text)
+    # A directory named 2024 is no number.
+    values[name] = text if _takes_text(key) and not isinstance(parsed, str) else parsed
 
 
 def _parse_value(text: str) -> Any:
@@ -225,19 +229,32 @@ def _parse_value(text: str) -> Any:
 
 
 def _sentence(error: ValidationError) -> str:
-    """The first problem as one sentence; for an unknown key, with the nearest known one."""
+    """The first problem as one sentence."""
     problem = error.errors()[0]
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
     if problem["type"] == "extra_forbidden":
-        nearest = difflib.get_close_matches(location[-1], _keys_at(location[:-1]), n=1, cutoff=0.4)
-        elsewhere = [known for known in all_keys() if known.split(".")[-1] == location[-1]]
-        hint = ([".".join([*location[:-1], nearest[0]])] if nearest else elsewhere)[:1]
-        return f"unknown key {key}" + (f"; did you mean {hint[0]}?" if hint else "")
+        return f"unknown key {key}{_hint(location)}"
     if problem["type"] == "missing":
         return f"{key} is required ({_describe(location)})"
     got = json.dumps(problem["input"], default=str)
+    if problem["type"] == "model_type":
+        return f"{key} = {got} is not possible: it is a section, written [{key}]"
     return f"{key} = {got} is not possible: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+
+
+def _hint(location: list[str]) -> str:
+    """Where an unknown key may belong: under the same name in another section, else the nearest name in this one."""
+    *section, name = location
+    same = [known for known in all_keys() if known.split(".")[-1] == name]
+    nearest = difflib.get_close_matches(name, _keys_at(section), n=1, cutoff=0.4)
+    found = [*same, *(".".join([*section, match]) for match in nearest)]
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _takes_text(key: str) -> bool:
+    *section, name = key.split(".")
+    return key in all_keys() and _section_at(section).model_fields[name].annotation is str
 
 
 def _section_at(location: list[str]) -> type[BaseModel]:
@@ -292,7 +309,8 @@ def _check_contradictions(config: Config, where: str) -> None:
         "algorithm.advantage = group compares trajectories of one prompt and needs rollout.group_size of 2 or more": (
             config.algorithm.advantage == "group" and rollout.group_size < 2
         ),
-        "engine.device is neither cpu nor cuda": config.engine.device not in ("cpu", "cuda"),
+        f"engine.device = {config.engine.device} is neither cpu nor cuda; set one of them": config.engine.device
+        not in ("cpu", "cuda"),
     }
     for sentence, wrong in problems.items():
         if wrong:

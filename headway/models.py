@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
@@ -192,8 +193,7 @@ def load_config(path: str) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model {path} cannot be read: {first_line}") from error
+        raise ConfigError(f"model {path} cannot be read: {_first_line(error)}") from error
     check_supported(config, path)
     return config
 
@@ -201,8 +201,22 @@ def load_config(path: str) -> PreTrainedConfig:
 def load_model(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of a transformers directory or hub name, with our attention."""
     load_config(path)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="headway")
+    # transformers reports weights it cannot read by several unrelated exception types.
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="headway", output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"the weights of {path} cannot be loaded: {_first_line(error)}") from error
+    model: PreTrainedModel = loaded[0]
+    missing = sorted(loaded[1]["missing_keys"])
+    if missing:
+        raise ConfigError(f"the weights of {path} are incomplete: {missing[0]} is missing; fetch the model again")
     return model
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def build_model(init: InitSection, vocab_size: int, pad: int, eos: int, max_context: int, seed: int) -> PreTrainedModel:
@@ -258,11 +272,15 @@ def shard(policy: Policy, dtype: torch.dtype) -> None:
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (num_ranks,))
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # The one floating-point input is the temperature, and 0.7 is another number in bf16. A root left gathered after a
+    # forward pass without a backward would show its cast parameters to whoever saves or copies the master weights.
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     decoder = cast(nn.Module, policy.model.model)
-    for layer in cast(nn.ModuleList, decoder.layers):
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    for module in (*cast(nn.ModuleList, decoder.layers), policy):
+        wrapped = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+        # Denominators are global, so gradients of ranks add up; gloo knows a plain sum only.
+        wrapped.set_gradient_divide_factor(1.0)
+        wrapped.set_force_sum_reduction_for_comms(True)
 
 
 def shard_like(parameter: Tensor, value: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 The model is the one at `model.path`, or, where `model.init.alphabet` is given, a small one built from nothing.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headway import checkpoint
 from headway.config import Config
-from headway.errors import ConfigError
+from headway.errors import ConfigError, HeadwayError
 from headway.microbatch import MicroBatch, Sample, micro_batches
 from headway.models import Policy, build_model, load_model, model_shape
 from headway.packing import flops
@@ -29,6 +30,8 @@ def sft(config: Config, report: Report) -> tuple[Path, list[float]]:
     section = config.sft
     if not section.train:
         raise ConfigError("sft.train names no rows; set it to a .jsonl file or file.py:function")
+    out = Path(section.out or Path(config.run.dir) / "model")
+    checkpoint.check_replaceable(out)
     torch.set_num_threads(config.trainer.threads)
     model, tokenizer = _start(config)
     samples = _samples(config, tokenizer)
@@ -43,8 +46,9 @@ def sft(config: Config, report: Report) -> tuple[Path, list[float]]:
         for group in optimizer.param_groups:
             group["lr"] = section.lr * warmed_up(step, section.warmup_steps)
         losses.append(_step(policy, optimizer, packed, config.trainer.clip_norm))
+        if not math.isfinite(losses[-1]):
+            raise HeadwayError(f"the loss of warm-up step {step + 1} is not a finite number; lower sft.lr")
         report(step + 1, section.steps, losses[-1])
-    out = Path(section.out or Path(config.run.dir) / "model")
     out.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.save_model(out, model, tokenizer)
     return out, losses
@@ -72,7 +76,7 @@ def _samples(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Sample]
         prompt = encode_prompt(tokenizer, row[task.prompt_field], task.chat, task.suffix)
         completion = tokenizer.encode(str(row[section.completion_field]), add_special_tokens=False)
         tokens = np.concatenate([prompt, completion, [tokenizer.eos_token_id]]).astype(np.int32)
-        where = np.arange(len(prompt), len(tokens))
+        where = np.arange(max(1, len(prompt)), len(tokens))  # nothing predicts the first token of an empty prompt
         blank = np.zeros(len(where), np.float32)
         samples.append(Sample(tokens, where, blank, np.zeros(len(where), np.int32), 0.0, 1.0))
     return samples

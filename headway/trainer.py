@@ -84,8 +84,12 @@ class Trainer:
             self._fill_proximal(minibatch)
         before = self._snapshot() if len(minibatches) > 1 else None
         self._set_learning_rate()
-        outcomes = [self._train_minibatch(minibatch, batch.version) for minibatch in minibatches]
-        skipped = next((reason for _, reason in outcomes if reason), "")
+        outcomes, skipped = [], ""
+        for minibatch in minibatches:
+            metrics, skipped = self._train_minibatch(minibatch, batch.version)
+            outcomes.append(metrics)
+            if skipped:
+                break
         if skipped and before is not None:
             self._restore(before)
         if not skipped:
@@ -96,7 +100,7 @@ class Trainer:
             num_tokens=batch.num_sampled,
             started=started,
             seconds=time.time() - started,
-            metrics=_summarise([metrics for metrics, _ in outcomes], self.optimizer.param_groups[0]["lr"]),
+            metrics=_summarise(outcomes, self.optimizer.param_groups[0]["lr"]),
         )
 
     def _check(self, batch: Batch) -> None:
@@ -111,6 +115,9 @@ class Trainer:
         denominator = sum(len(sample.where) for sample in samples)
         if denominator == 0:
             return {}, ""
+        # Ratios are clamped, so an infinite one would pass through the loss as a number, and a meaningless one.
+        if not all(np.isfinite(sample.behaviour).all() for sample in samples):
+            return {}, "a behaviour log-prob is not finite"
         self.optimizer.zero_grad(set_to_none=True)
         parts = []
         for micro_batch in self._pack(samples):
@@ -217,13 +224,19 @@ class Trainer:
 
     def load_state(self, directory: Path) -> int:
         loaded = checkpoint.load(directory)
-        missing = [name for name, _ in self._state_tensors() if name not in loaded.tensors]
-        if missing:
-            raise ConfigError(f"checkpoint {directory} is of another model: it has no {missing[0]}")
+        self._check_same_model(loaded.tensors, directory)
         torch.set_rng_state(loaded.tensors.pop("random_state"))
         self._restore(loaded.tensors)
         self.version = loaded.version
         return self.version
+
+    def _check_same_model(self, tensors: dict[str, Tensor], directory: Path) -> None:
+        theirs = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name.startswith("weights/")}
+        ours = {f"weights/{name}": tuple(parameter.shape) for name, parameter in self.policy.named_parameters()}
+        differing = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
+        if differing:
+            there, here = (shapes.get(differing[0], "absent") for shapes in (theirs, ours))
+            raise ConfigError(f"checkpoint {directory} is of another model: {differing[0]} is {there}, here {here}")
 
     def write_model(self, directory: Path) -> None:
         """The current weights as an ordinary transformers directory, in the type they were published in."""

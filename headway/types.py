@@ -157,6 +157,16 @@ class Sequence:
         _check_lengths("Sequence", **arrays, **floats)
         _check_dtypes("Sequence", np.int32, **arrays)
         _check_dtypes("Sequence", np.float32, **floats)
+        self._check_mask()
+
+    def _check_mask(self) -> None:
+        trained_T = self.loss_mask != 0
+        if not (self.loss_mask[trained_T] == 1).all():
+            raise ValueError("Sequence.loss_mask holds 0 and 1 only")
+        if trained_T[:1].any():
+            raise ValueError("Sequence.loss_mask: the first token follows nothing, so it cannot be trained")
+        if (self.versions[trained_T] == NOT_SAMPLED).any():
+            raise ValueError("Sequence.loss_mask: a token that no policy sampled cannot be trained")
 
     @classmethod
     def single_turn(cls, prompt_P: Ints, completion: Completion) -> "Sequence":

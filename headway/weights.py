@@ -19,7 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from headway.errors import WeightMismatch
+from headway.errors import InvariantBroken, WeightMismatch
 from headway.types import TensorInfo, WeightUpdate
 
 _ALIGNMENT = 64
@@ -68,9 +68,13 @@ class Publisher:
 
     def __init__(self) -> None:
         self._buffers: list[_SharedBuffer] = []
+        self._version = 0
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> WeightUpdate:
         """Write the tensors, in the type they are given, and say where they lie."""
+        if version < self._version:
+            raise InvariantBroken(f"version {version} cannot follow version {self._version}: versions never go back")
+        self._version = version
         placed: dict[int, int] = {}
         offset = 0
         for tensor in tensors.values():
@@ -103,8 +107,12 @@ class Publisher:
 
 def open_update(update: WeightUpdate) -> dict[str, Tensor]:
     """The update's tensors as views of the shared memory; copy-on-write, so that nobody can write to the original."""
-    with open(update.location, "rb") as file:
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    # The memory is the publisher's and goes with it: a dead trainer is a sentence, not a missing file.
+    try:
+        with open(update.location, "rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise WeightMismatch(f"version {update.version} is gone: its publisher has ended ({error.strerror})") from error
     whole = np.frombuffer(memory, dtype=np.uint8)
     tensors = {}
     for info in update.tensors:
@@ -126,30 +134,37 @@ class ShadowWeights:
         """Copy the update into the shadow set and check every byte of it; the live set is untouched."""
         self.staged_version = None
         published = open_update(update)
-        self._check_names(published)
-        self._fingerprints = {}
-        for name, parameter in self._live.items():
-            shadow = self._shadow.setdefault(id(parameter), torch.empty_like(parameter.data))
-            if published[name].shape != shadow.shape or published[name].dtype != shadow.dtype:
-                theirs, ours = (f"{t.dtype} {tuple(t.shape)}" for t in (published[name], shadow))
-                raise WeightMismatch(f"version {update.version}: {name} was published as {theirs}, loaded as {ours}")
-            shadow.copy_(published[name])
-            self._fingerprints[name] = fingerprint(shadow)
+        self._check_kinds(update.version, published)
+        for key, (name, parameter) in {id(p): (name, p) for name, p in self._live.items()}.items():
+            if key not in self._shadow:
+                self._shadow[key] = torch.empty_like(parameter.data)
+            self._shadow[key].copy_(published[name])
+        # Taken from the tensor each name will run, not from what was copied: tied here, two tensors may have arrived.
+        prints = {key: fingerprint(shadow) for key, shadow in self._shadow.items()}
+        self._fingerprints = {name: prints[id(parameter)] for name, parameter in self._live.items()}
         wrong = [name for name, value in update.fingerprints.items() if self._fingerprints[name] != value]
         if wrong:
             raise WeightMismatch(f"version {update.version}: {wrong[0]} arrived with another checksum than published")
         self.staged_version = update.version
 
-    def _check_names(self, published: Mapping[str, Tensor]) -> None:
+    def _check_kinds(self, version: int, published: Mapping[str, Tensor]) -> None:
         differing = sorted(self._live.keys() ^ published.keys())
         if differing:
-            raise WeightMismatch(f"published and loaded tensors differ by name, first {differing[0]}")
+            raise WeightMismatch(
+                f"version {version}: published and loaded tensors differ by name, first {differing[0]}"
+            )
+        for name, parameter in self._live.items():
+            theirs, ours = (f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (published[name], parameter))
+            if theirs != ours:
+                raise WeightMismatch(f"version {version}: {name} was published as {theirs}, loaded as {ours}")
 
     def staged(self, name: str) -> Tensor:
         return self._shadow[id(self._live[name])]
 
     def swap(self) -> dict[str, str]:
         """Exchange live and shadow tensors; the fingerprints of what is now live."""
+        if self.staged_version is None:
+            raise InvariantBroken("a swap needs staged weights, and none are staged")
         for parameter in {id(p): p for p in self._live.values()}.values():
             parameter.data, self._shadow[id(parameter)] = self._shadow[id(parameter)], parameter.data
         self.staged_version = None

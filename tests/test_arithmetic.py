@@ -1,4 +1,6 @@
 import importlib.util
+import itertools
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -34,17 +36,21 @@ def test_rows_are_the_same_at_every_call() -> None:
 
 def test_every_answer_is_the_sum_and_every_worked_step_is_true() -> None:
     for row in EVAL + SFT[:1000]:
-        terms = [int(term) for term in row["prompt"].removesuffix("=").split("+")]
+        letters, terms = re.findall("[a-z]", row["prompt"]), [int(term) for term in re.findall("[0-9]+", row["prompt"])]
         assert row["answer"] == str(sum(terms))
         *steps, answer = row["completion"].split(";")
         assert answer == f"#{sum(terms)}"
-        assert len(steps) == len(terms) - 1
-        for step in steps:
-            left, right, total = step.replace("=", "+").split("+")
-            assert int(left) + int(right) == int(total)
+        totals = itertools.accumulate(terms)
+        worked = [f"{letter}+{term}={total}" for letter, term, total in zip(letters, terms, totals, strict=True)]
+        assert steps in ([], worked[1:])
 
 
-def test_worked_completions_earn_the_full_reward() -> None:
+def test_most_warm_up_examples_only_state_the_answer_and_a_third_work_it_out() -> None:
+    worked_out = sum(";" in row["completion"] for row in SFT) / len(SFT)
+    assert 0.3 < worked_out < 0.4
+
+
+def test_completions_to_imitate_earn_the_full_reward() -> None:
     assert all(arithmetic.verify(row, row["completion"]) == 1.0 for row in SFT)
 
 
@@ -52,7 +58,7 @@ def test_answer_lengths_have_a_long_tail() -> None:
     lengths = sorted(len(row["completion"]) for row in TRAIN)
     median, longest = lengths[len(lengths) // 2], lengths[-1]
     assert 30 <= sum(lengths) / len(lengths) <= 80
-    assert 6 * median < longest <= 250
+    assert 5 * median < longest <= 250
 
 
 def test_the_example_alphabet_covers_every_row() -> None:
@@ -90,6 +96,6 @@ def test_anything_but_the_exact_answer_earns_nothing(text: str) -> None:
     assert arithmetic.verify({"answer": "25"}, text) == 0.0
 
 
-@pytest.mark.parametrize("text", ["#25", "8+5=13;13+12=25;#25", "nonsense;#25"])
+@pytest.mark.parametrize("text", ["#25", "b+5=13;c+12=25;#25", "nonsense;#25"])
 def test_only_the_final_answer_counts(text: str) -> None:
     assert arithmetic.verify({"answer": "25"}, text) == 1.0

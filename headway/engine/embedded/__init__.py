@@ -11,6 +11,7 @@ from typing import Any
 
 from headway.config import EngineSection
 from headway.engine import KvPolicy
+from headway.errors import RequestRefused, WorkerDied
 from headway.runtime import offload
 from headway.types import Chunk, Completion, EngineStats, Ints, Request, RequestKey, Scores, SwapReport, WeightUpdate
 
@@ -53,51 +54,61 @@ class EmbeddedEngine:
                 await self._wake.wait()
                 continue
             async with self._between_steps:
-                outputs = await offload(self._core.step)
-            for name, item in outputs:
-                if name in self._streams:
-                    self._streams[name].put_nowait(item)
+                self._deliver(await offload(self._core.step))
+
+    def _deliver(self, outputs: list[tuple[str, Chunk | Completion]]) -> None:
+        for name, item in outputs:
+            if name in self._streams:
+                self._streams[name].put_nowait(item)
 
     def _check_alive(self) -> None:
-        if self._loop is not None and self._loop.done():
+        """If generation broke, its error."""
+        if self._loop is None or (self._loop.done() and self._loop.cancelled()):
+            raise WorkerDied("the engine is not open, or was closed while requests were being generated")
+        if self._loop.done():
             self._loop.result()
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk | Completion]:
         self._check_alive()
         name = str(request.key)
         if name in self._streams:
-            raise ValueError(f"request {name} is already being generated")
+            raise RequestRefused(f"request {name} is already being generated; give each call a key of its own")
         stream = self._streams[name] = asyncio.Queue[Chunk | Completion]()
         finished = False
         try:
             async with self._between_steps:
                 self._core.submit(request)
+                self._deliver(self._core.take_outputs())
             self._wake.set()
             while not finished:
                 item = await self._next(stream)
                 finished = isinstance(item, Completion)
                 yield item
         finally:
-            del self._streams[name]
             if not finished:
-                await self.abort(request.key)
+                async with self._between_steps:
+                    self._core.drop(request.key)
+            # Only now: a request that reuses the key must not be handed what was meant for this one.
+            del self._streams[name]
 
     async def _next(self, stream: asyncio.Queue[Chunk | Completion]) -> Chunk | Completion:
         """The stream's next item; if generation broke, its error instead of silence."""
+        if not stream.empty():
+            return stream.get_nowait()
         assert self._loop is not None
-        if stream.empty():
-            item = asyncio.ensure_future(stream.get())
+        item = asyncio.ensure_future(stream.get())
+        try:
             await asyncio.wait([item, self._loop], return_when=asyncio.FIRST_COMPLETED)
             if not item.done():
-                item.cancel()
-                self._loop.result()
+                self._check_alive()
             return item.result()
-        return stream.get_nowait()
+        finally:
+            item.cancel()
 
     async def abort(self, key: RequestKey) -> None:
         async with self._between_steps:
             self._core.abort(key)
-        self._wake.set()
+            self._deliver(self._core.take_outputs())
 
     async def score(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
         async with self._between_steps:

@@ -145,14 +145,15 @@ class EngineCore:
             kv_total=self._kv.num_tokens,
         )
 
-    def check_request(self, request: Request) -> None:
-        if len(request.tokens) > self.max_context:
-            raise RequestRefused(
-                f"request {request.key} has {len(request.tokens)} tokens, more than the context of {self.max_context}"
-            )
+    def _check(self, what: str, tokens: Ints) -> None:
+        if len(tokens) > self.max_context:
+            raise RequestRefused(f"{what} has {len(tokens)} tokens, more than the context of {self.max_context}")
+        vocab_size = self._head.shape[0]
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            raise RequestRefused(f"{what} holds a token outside the model's vocabulary of {vocab_size}")
 
     def submit(self, request: Request) -> None:
-        self.check_request(request)
+        self._check(f"request {request.key}", request.tokens)
         live = Live(request, self.max_context)
         if live.num_tokens >= self.max_context:
             self._outbox.append((str(request.key), live.completion(StopReason.CONTEXT)))
@@ -170,6 +171,12 @@ class EngineCore:
                     self._waiting.remove(live)
                     self._forget_waiting(live)
                 self._finish(live, StopReason.ABORTED)
+        self._drop_unwanted()
+
+    def drop(self, key: RequestKey) -> None:
+        """End a request nobody listens to any more, and say nothing."""
+        self.abort(key)
+        self._outbox = [(name, item) for name, item in self._outbox if name != str(key)]
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
@@ -180,6 +187,9 @@ class EngineCore:
         self._fork()
         self._decode()
         self._busy_s += time.perf_counter() - started
+        return self.take_outputs()
+
+    def take_outputs(self) -> list[Output]:
         outputs, self._outbox = self._outbox, []
         return outputs
 
@@ -209,14 +219,16 @@ class EngineCore:
             self._donors[live.prefix] = live
 
     def _forget_waiting(self, live: Live) -> None:
-        """Nobody waiting for a prompt any more: its retained keys and values go."""
-        if not live.fresh:
-            return
-        self._waiting_prefixes[live.prefix] -= 1
-        if self._waiting_prefixes[live.prefix] <= 0:
-            del self._waiting_prefixes[live.prefix]
-            if live.prefix in self._retained and live.donor is not self._retained[live.prefix]:
-                self._free(self._retained.pop(live.prefix))
+        if live.fresh:
+            self._waiting_prefixes[live.prefix] -= 1
+            if not self._waiting_prefixes[live.prefix]:
+                del self._waiting_prefixes[live.prefix]
+
+    def _drop_unwanted(self) -> None:
+        """Nobody about to fork a retained prompt any more: its keys and values go."""
+        for prefix, retained in list(self._retained.items()):
+            if not self._is_wanted(retained):
+                self._free(self._retained.pop(prefix))
 
     def _release_retained(self) -> bool:
         for prefix, live in list(self._retained.items()):
@@ -232,6 +244,8 @@ class EngineCore:
         live.row, live.num_cached = None, 0
         if self._donors.get(live.prefix) is live:
             del self._donors[live.prefix]
+            if (heir := self._heir(live)) is not None:
+                self._donors[live.prefix] = heir
 
     def _make_room(self, live: Live) -> bool:
         """Grow `live` by a token, preempting the youngest when memory is full; False if that was `live` itself."""
@@ -264,15 +278,22 @@ class EngineCore:
         for live in pending:
             if budget <= 0:
                 break
-            length = min(
-                self.section.prefill_chunk if self.deterministic else budget, live.num_tokens - 1 - live.num_cached
-            )
+            length = self._chunk_length(live, budget)
             budget -= length
             chosen.append((live, length))
         # Alone, a chunk's arithmetic depends on nothing but itself; packed, it is faster.
         batches = [[item] for item in chosen] if self.deterministic else [chosen] if chosen else []
         for batch in batches:
             self._prefill_batch(batch)
+
+    def _chunk_length(self, live: Live, budget: int) -> int:
+        """Fixed chunks of the prompt alone in deterministic mode, so that whoever forks it gets the same numbers."""
+        stop = live.num_tokens - 1
+        if not self.deterministic:
+            return min(budget, stop - live.num_cached)
+        if live.num_cached < live.num_prompt - 1:
+            stop = live.num_prompt - 1
+        return min(self.section.prefill_chunk, stop - live.num_cached)
 
     def _prefill_batch(self, batch: list[tuple[Live, int]]) -> None:
         rows = [live.row for live, _ in batch if live.row is not None]
@@ -290,18 +311,17 @@ class EngineCore:
 
     def _fork(self) -> None:
         for live in self._running:
-            donor = live.donor
-            if donor is None:
+            if live.donor is None:
                 continue
-            wanted = live.num_prompt - 1
-            if donor.row is None or donor.kv_version != self.version:
+            if live.donor.row is None or live.donor.kv_version != self.version:
                 live.donor = None
-            elif donor.num_cached >= wanted:
+                self._find_donor(live)
+            wanted = live.num_prompt - 1
+            if live.donor is not None and live.donor.row is not None and live.donor.num_cached >= wanted:
                 assert live.row is not None
-                self._kv.copy(donor.row, live.row, wanted)
+                self._kv.copy(live.donor.row, live.row, wanted)
                 live.num_cached, live.donor = wanted, None
-                if donor in self._retained.values() and not self._waiting_prefixes[live.prefix]:
-                    self._free(self._retained.pop(live.prefix))
+        self._drop_unwanted()
 
     # Decode
 
@@ -366,36 +386,33 @@ class EngineCore:
 
     def _finish(self, live: Live, stop: StopReason) -> None:
         """Release the sequence, leaving its prompt's keys and values behind while others wait to fork them."""
-        prefix = live.prefix
-        self._outbox.append((str(live.request.key), live.completion(stop)))
-        is_donor = self._donors.get(prefix) is live
-        heir = self._heir(live) if is_donor else None
-        if heir is not None:
-            self._donors[prefix] = heir
-        elif is_donor and live.row is not None and self._is_wanted(live):
-            self._retained[prefix] = retained = Live(live.request, self.max_context)
-            retained.row, retained.kv_version = live.row, live.kv_version
-            retained.num_cached = live.num_prompt - 1
-            live.row = None
-            self._donors[prefix] = retained
-            for running in self._running:
-                if running.donor is live:
-                    running.donor = retained
+        name = str(live.request.key)
+        if live.num_tokens > live.num_sent:
+            self._outbox.append((name, live.chunk()))
+        self._outbox.append((name, live.completion(stop)))
+        if self._donors.get(live.prefix) is live and self._is_wanted(live) and self._heir(live) is None:
+            self._retain(live)
         self._free(live)
+
+    def _retain(self, live: Live) -> None:
+        retained = Live(live.request, self.max_context)
+        retained.row, live.row = live.row, None
+        retained.kv_version, retained.num_cached = live.kv_version, live.num_prompt - 1
+        self._donors[live.prefix] = self._retained[live.prefix] = retained
+        for running in self._running:
+            if running.donor is live:
+                running.donor = retained
 
     def _is_wanted(self, live: Live) -> bool:
         waited_for = bool(self._waiting_prefixes[live.prefix]) or any(r.donor is live for r in self._running)
         return waited_for and live.kv_version == self.version and live.num_cached >= live.num_prompt - 1
 
     def _heir(self, live: Live) -> "Live | None":
+        """Another running sequence that has the same prompt under the live version."""
+        wanted = live.num_prompt - 1
         for other in self._running:
-            same = other is not live and other.prefix == live.prefix and other.row is not None
-            if (
-                same
-                and other.donor is None
-                and other.kv_version == self.version
-                and other.num_cached >= live.num_prompt - 1
-            ):
+            settled = other.row is not None and other.donor is None and other.kv_version == self.version
+            if settled and other is not live and other.prefix == live.prefix and other.num_cached >= wanted:
                 return other
         return None
 
@@ -429,13 +446,13 @@ class EngineCore:
         )
 
     def _renew_kv(self, kv: KvPolicy) -> int:
-        """Forget keys and values the new weights may not use: all of them, or only those of prompts not yet begun."""
+        """Forget keys and values the new weights may not use: all of them, or only those still being computed."""
         for prefix in list(self._retained):
             self._free(self._retained.pop(prefix))
         self._donors.clear()
         num_forgotten = 0
         for live in self._running:
-            if kv == "recompute" or live.fresh:
+            if kv == "recompute" or live.fresh or not live.decodable:
                 num_forgotten += live.num_cached
                 live.num_cached, live.kv_version = 0, self.version
                 live.donor = None
@@ -451,19 +468,17 @@ class EngineCore:
 
     def _score_one(self, tokens: Ints, temperature: float) -> Floats:
         """Teacher forcing through the same memory and the same prefill that generation uses."""
-        if len(tokens) > self.max_context:
-            raise RequestRefused(f"{len(tokens)} tokens to score, more than the context of {self.max_context}")
+        self._check("a sequence to score", tokens)
+        if len(tokens) < 2:
+            return np.zeros(len(tokens), np.float32)
         row = self._kv.allocate(len(tokens))
         while row is None:
             if not self._release_retained():
                 self._preempt_youngest()
             row = self._kv.allocate(len(tokens))
-        chunks = range(0, len(tokens), self.section.prefill_chunk)
-        hidden = [
-            self._forward_chunk(part, [row], [start], [len(part)])
-            for start in chunks
-            if len(part := tokens[start : start + self.section.prefill_chunk])
-        ]
+        size = self.section.prefill_chunk
+        parts = [(start, tokens[start : start + size]) for start in range(0, len(tokens), size)]
+        hidden = [self._forward_chunk(part, [row], [start], [len(part)]) for start, part in parts]
         self._kv.free(row)
         predicting = torch.cat(hidden)[:-1].to(self._head.dtype)
         targets = torch.from_numpy(tokens[1:]).long()

@@ -37,15 +37,25 @@ def uniforms(counters_B: NDArray[np.uint64], positions_B: NDArray[np.uint64]) ->
 
 
 def sample(logits_BV: Tensor, samplings: list[Sampling], uniforms_B: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
-    """One token per row and its log-prob: that of the full distribution at the row's temperature."""
+    """One token per row and its log-prob: that of the full distribution at the row's temperature.
+
+    The vocabulary is walked as few times as possible: one maximum, one exponential, one sum over blocks.
+    """
     temperatures = torch.tensor([s.temperature if s.temperature > 0 else 1.0 for s in samplings])
-    scaled_BV = logits_BV / temperatures[:, None]
-    normalizer_B = scaled_BV.logsumexp(-1)
-    probabilities_BV = (scaled_BV - normalizer_B[:, None]).exp_()
+    scaled_BV = logits_BV if bool((temperatures == 1).all()) else logits_BV / temperatures[:, None]
+    largest_B = scaled_BV.amax(-1)
+    weights_BV = (scaled_BV - largest_B[:, None]).exp_()
+    num_rows, vocab = weights_BV.shape
+    if vocab % _BLOCK:
+        weights_BV = torch.nn.functional.pad(weights_BV, (0, -vocab % _BLOCK))
+    blocks = weights_BV.view(num_rows, -1, _BLOCK)
+    masses = blocks.sum(-1).double()
+    normalizer_B = largest_B + masses.sum(-1).log().float()
     for row, sampling in enumerate(samplings):
         if sampling.top_k or sampling.top_p < 1:
-            _truncate(probabilities_BV[row], sampling)
-    tokens_B = _invert(probabilities_BV, torch.from_numpy(uniforms_B))
+            _truncate(weights_BV[row], sampling)
+            masses[row] = blocks[row].sum(-1).double()
+    tokens_B = _invert(blocks, masses, torch.from_numpy(uniforms_B))
     greedy_B = torch.tensor([s.temperature == 0 for s in samplings])
     if greedy_B.any():
         tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), tokens_B)
@@ -53,33 +63,31 @@ def sample(logits_BV: Tensor, samplings: list[Sampling], uniforms_B: NDArray[np.
     return tokens_B, logprobs_B
 
 
-def _truncate(probabilities_V: Tensor, sampling: Sampling) -> None:
+def _truncate(weights_V: Tensor, sampling: Sampling) -> None:
     """Zero, in place, what top-k and top-p exclude; the likeliest token always stays."""
-    ordered, order = probabilities_V.sort(descending=True, stable=True)
+    ordered, order = weights_V.sort(descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if sampling.top_k:
         keep[sampling.top_k :] = False
     if sampling.top_p < 1:
-        mass_before = ordered.double().cumsum(0) - ordered
-        keep &= mass_before < sampling.top_p
+        mass = ordered.double().cumsum(0)
+        keep &= mass - ordered < sampling.top_p * mass[-1]
     keep[0] = True
-    probabilities_V[order[~keep]] = 0.0
+    weights_V[order[~keep]] = 0.0
 
 
-def _invert(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+def _invert(blocks: Tensor, masses: Tensor, uniforms_B: Tensor) -> Tensor:
     """The first token whose cumulative weight exceeds u times the total.
 
     In two levels, so that no cumulative sum runs over the whole vocabulary: first the block, then the token in it.
-    Sums are in double precision: in single, a sum over 50,000 weights would shift the borders visibly.
+    Cumulative sums are in double precision: in single, one over 50,000 weights would shift the borders visibly.
     """
-    num_rows, vocab = weights_BV.shape
-    padded = torch.nn.functional.pad(weights_BV, (0, -vocab % _BLOCK)).view(num_rows, -1, _BLOCK)
-    edges = padded.sum(-1, dtype=torch.float64).cumsum(-1)
+    edges = masses.cumsum(-1)
     target_B = uniforms_B * edges[:, -1]
     block_B = torch.searchsorted(edges, target_B[:, None], right=True).squeeze(-1).clamp_(max=edges.shape[1] - 1)
-    chosen = torch.arange(num_rows)
-    before_B = torch.where(block_B > 0, edges[chosen, block_B - 1], 0.0)
-    inner = padded[chosen, block_B].double()
+    rows_B = torch.arange(len(block_B))
+    before_B = torch.where(block_B > 0, edges[rows_B, block_B - 1], 0.0)
+    inner = blocks[rows_B, block_B].double()
     within = torch.searchsorted(inner.cumsum(-1), (target_B - before_B)[:, None], right=True).squeeze(-1)
     # Rounding may put the target at the block's very end; the last token with any weight is then the one meant.
     last_with_weight = _BLOCK - 1 - (inner.flip(-1) > 0).int().argmax(-1)

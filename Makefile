@@ -1,0 +1,61 @@
+# Each target makes its own environment (.venv) first, once, and again when pyproject.toml or constraints.txt change.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
+MODEL := models/smollm2-135m
+
+.PHONY: help quickstart smollm2 test test-slow lint format clean
+
+help:
+	@echo "make quickstart   train a small model by asynchronous RL, from nothing, on this machine"
+	@echo "make smollm2      a few steps of RL on the pre-trained SmolLM2-135M-Instruct"
+	@echo "make test         the tests of every change"
+	@echo "make test-slow    the tests that take minutes"
+	@echo "make lint         ruff (lint and format) and mypy"
+	@echo "make format       let ruff put the format right"
+	@echo "make clean        remove .venv and caches; runs/ and models/ stay"
+
+quickstart: .venv/installed
+	$(BIN)/python examples/quickstart.py
+
+smollm2: $(MODEL)/config.json .venv/installed
+	$(BIN)/headway train configs/smollm2.toml
+
+# One thread: the processes under test set their own number, and test processes that share few cores only get in each other's way.
+test: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu"
+	@echo "make test: all tests passed"
+
+test-slow: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu"
+	@echo "make test-slow: all slow tests passed"
+
+lint: .venv/installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	@echo "make lint: clean"
+
+format: .venv/installed
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# torch comes first and by its pin: asked for by way of another package, pip may choose a build with gigabytes of CUDA.
+# setuptools comes with it, so that building the package downloads nothing that is not pinned.
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("Headway needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another with make PYTHON=...")'
+	@echo "making the environment in .venv; the first time takes a few minutes"
+	@$(PYTHON) -m venv .venv
+	@echo "  torch"
+	@$(PIP) torch setuptools
+	@echo "  everything else"
+	@$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+$(MODEL)/config.json: | .venv/installed
+	@$(PIP) --no-build-isolation -e '.[smollm2]'
+	$(BIN)/python examples/smollm2_model.py $(MODEL)
+
+clean:
+	rm -rf .venv *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find headway bench examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

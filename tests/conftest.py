@@ -1,0 +1,83 @@
+"""Shared fixtures: tiny model directories with a character tokenizer, built once a session. torch only where asked for.
+
+`tiny_model` is the one most tests want: a Llama of 2 layers, width 64, 4 heads over 2 key/value heads, tied head,
+context 512. `tiny_variant(name)` builds another family or dtype beside it.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is first imported, here and in the processes tests start
+
+ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz +-*/=().,:?\n"
+CONTEXT = 512
+VARIANTS = ("llama", "llama-untied", "qwen2", "qwen2-tied", "qwen3", "qwen3-tied")
+
+
+def build_variant(directory: Path, name: str) -> None:
+    """A model directory of the named family: `-tied` or `-untied` says how its head is, where it is not the usual way.
+
+    Biases and norms are drawn too: as initialised (0 and 1), an engine that left them out would go unnoticed.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from headway.checkpoint import save_model
+    from headway.tokenizer import build_character_tokenizer
+
+    torch.set_num_threads(1)
+    tokenizer = build_character_tokenizer(ALPHABET)
+    family, _, head = name.partition("-")
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32 if family == "qwen3" else 16,
+        "max_position_embeddings": CONTEXT,
+        "initializer_range": 64**-0.5,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "tie_word_embeddings": head == "tied" or (family == "llama" and not head),
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(sum(name.encode()))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), attn_implementation="sdpa")
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.data += 0.2 * torch.randn(parameter.shape)
+    save_model(directory, model, tokenizer)
+
+
+@pytest.fixture(scope="session")
+def tiny_variant(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The directory of a variant by name, built when first asked for."""
+    parent = tmp_path_factory.mktemp("models")
+
+    def variant(name: str) -> str:
+        if not (parent / name).is_dir():
+            build_variant(parent / name, name)
+        return str(parent / name)
+
+    return variant
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_variant: Callable[[str], str]) -> str:
+    """A model directory every part of Headway can load within milliseconds."""
+    return tiny_variant("llama")
+
+
+@pytest.fixture
+def one_thread() -> None:
+    """torch on one thread, as deterministic runs have it."""
+    import torch
+
+    torch.set_num_threads(1)

@@ -1,0 +1,367 @@
+"""The controller with a fake engine and a stand-in trainer: no model, every order of events that seeds can bring about.
+
+Invariant 1: one admission authority. Eq. 3 holds at every admission, after resume, drops, odd sizes, worker deaths.
+Invariant 2: nothing vanishes. Every admitted group leaves exactly once; admitted = trained + dropped + in flight.
+Invariant 11: weight sync is proved at every load; a mismatch stops the run.
+Invariant 14: a crash loses nothing, after whatever event it comes.
+"""
+
+import asyncio
+import io
+import json
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from system import check_finished, check_record, make_config
+
+from headway import launch
+from headway.buffer import Buffer
+from headway.config import Config
+from headway.controller import Controller, Progress, Tasks, Workers
+from headway.engine import Engine, KvPolicy
+from headway.engine.fake import FakeEngine
+from headway.errors import DeadlineExceeded, InvariantBroken, RunFailed, WeightMismatch, WorkerDied
+from headway.events import Event, read
+from headway.launch import Prepared
+from headway.ledger import fold
+from headway.prompts import PromptStream
+from headway.record import RunLog
+from headway.resume import progress_from
+from headway.reward import RewardPool
+from headway.rollout import RolloutWorker
+from headway.trainer import Trainer
+from headway.types import Batch, Ints, Scores, StepReport, SwapReport, TensorInfo, Verdict, WeightUpdate
+from headway.view import PlainView
+
+repeatable = settings(derandomize=True, deadline=None, database=None, max_examples=40)
+
+
+@dataclass
+class StandInTrainer:
+    """Its weights are a hash of every batch it was given, so that other batches, or another order, are other weights."""
+
+    worst_staleness: int | None = None
+    not_finite: frozenset[int] = frozenset()  # training steps that fail, counted from 0
+    pace: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
+    version: int = 0
+    weights: str = "start"
+    batches: list[Batch] = field(default_factory=list)
+    num_asked: int = 0
+
+    async def train(self, batch: Batch) -> StepReport:
+        assert batch.version == self.version
+        if self.worst_staleness is not None:
+            assert max(batch.staleness, default=0) <= self.worst_staleness
+        await self.pace()
+        self.num_asked += 1
+        skipped = "loss nan" if self.num_asked - 1 in self.not_finite else ""
+        if not skipped:
+            self.batches.append(batch)
+            trained = repr([(group.id, group.num_sampled) for group in batch.groups])
+            self.weights = xxhash.xxh3_64_hexdigest(f"{self.weights} {trained}".encode())
+            self.version += 1
+        return StepReport(self.version, skipped, batch.num_sampled, 0.0, 0.0, {"loss": 0.0})
+
+    async def publish(self) -> WeightUpdate:
+        await self.pace()
+        tensor = TensorInfo("weights", "float32", (1,), 0, 4, self.weights)
+        return WeightUpdate(self.version, "full", "none", "", (tensor,))
+
+    async def score(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
+        return Scores(self.version, tuple(np.zeros(len(tokens), np.float32) for tokens in sequences))
+
+    async def save(self, directory: str) -> None:
+        await self.pace()
+        Path(directory).parent.mkdir(exist_ok=True)
+        Path(directory).write_text(json.dumps([self.version, self.weights]))
+
+    async def load(self, directory: str) -> int:
+        self.version, self.weights = json.loads(Path(directory).read_text())
+        return self.version
+
+    async def save_model(self, directory: str) -> None:
+        pass
+
+
+@dataclass
+class StandInRewards:
+    """A verifier whose delays, in turns of the event loop, and failures are drawn from what it is given."""
+
+    seed: int = 0
+    longest_delay: int = 40
+    failing: Callable[[int, int], bool] = lambda prompt, draw: False
+
+    async def verify(self, task: dict[str, Any], text: str) -> Verdict:
+        draw = xxhash.xxh3_64_intdigest(f"{self.seed} {task['prompt']} {text}".encode())
+        # Long-tailed: one in eight takes as long as all the others together.
+        for _ in range(draw % self.longest_delay * (8 if draw // 1000 % 8 == 0 else 1)):
+            await asyncio.sleep(0)
+        failed = self.failing(int(task["answer"]), draw)
+        return Verdict(0.0 if failed else float(draw % 2), "broken" if failed else "", 0.0)
+
+
+class SlowToLoad(FakeEngine):
+    """Receives weights later than its fellow."""
+
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        await super().stage_weights(update)
+
+
+class Liar(FakeEngine):
+    """Runs other weights than it was sent, from version 2 on."""
+
+    async def swap(self, version: int, kv: KvPolicy) -> SwapReport:
+        report = await super().swap(version, kv)
+        return replace(report, fingerprints={"weights": "others"}) if version >= 2 else report
+
+
+@dataclass
+class Stage:
+    """Everything a controller needs, and what it left behind."""
+
+    prepared: Prepared
+    trainer: StandInTrainer
+    rewards: StandInRewards = field(default_factory=StandInRewards)
+    engines: list[FakeEngine] = field(default_factory=lambda: [FakeEngine(mean_tokens=6.0)])
+    failure: Callable[[], Awaitable[WorkerDied]] = lambda: cast(Awaitable[WorkerDied], asyncio.Event().wait())
+
+    @property
+    def config(self) -> Config:
+        return self.prepared.config
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.config.run.dir)
+
+    def run(self) -> list[Event]:
+        """From the beginning, or from what the log in the run directory says, to the end."""
+        asyncio.run(asyncio.wait_for(self._run(), 60))
+        return read(self.directory / "events.jsonl")
+
+    async def _run(self) -> None:
+        path = self.directory / "events.jsonl"
+        history = read(path) if path.exists() else []
+        view = PlainView(io.StringIO())
+        log = RunLog(self.directory)
+        trainer = cast(Trainer, self.trainer)
+        try:
+            if not history:
+                self._begin(log)
+            progress = await progress_from(
+                self.prepared, log, fold(history), history, trainer, self.directory, view
+            )
+            workers = Workers(self._engines(), trainer, self._rollout(), self.failure)
+            await Controller(self.config, workers, self._tasks(), progress, log, self.directory, view).run()
+            log.append("ended", status="finished", cause="", ledger={})
+        finally:
+            log.close()
+            view.close()
+
+    def _begin(self, log: RunLog) -> None:
+        log.append(
+            "run_started",
+            config=self.config.model_dump(),
+            hardware={},
+            num_prompts=len(self.prepared.prompts),
+            worst_staleness=self.prepared.staleness().worst_staleness,
+            config_hash="",
+        )
+
+    def _engines(self) -> dict[str, Engine]:
+        return {f"engine-{number}": engine for number, engine in enumerate(self.engines)}
+
+    def _rollout(self) -> list[RolloutWorker]:
+        section = self.config.rollout
+        rewards = cast(RewardPool, self.rewards)
+        return [
+            RolloutWorker(self.engines[number % len(self.engines)], rewards, self.config.model.path, section.workflow, 0)
+            for number in range(section.workers)
+        ]
+
+    def _tasks(self) -> Tasks:
+        return Tasks(
+            stream=PromptStream(self.prepared.prompts, self.config.run.seed),
+            held_out=self.prepared.held_out,
+            probe=(np.array([1, 2], np.int32),),
+            sampling=self.prepared.sampling,
+            eval_sampling=self.prepared.eval_sampling,
+        )
+
+
+MakeStage = Callable[..., Stage]
+
+
+@pytest.fixture(scope="module")
+def make_stage(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> MakeStage:
+    """A stage in a directory of its own, with `sections` on top of the small config."""
+    home = tmp_path_factory.mktemp("stages")
+    numbers = count()
+    base = launch.prepare(make_config(home, tiny_model))
+
+    def make(sections: dict[str, dict[str, Any]], **options: Any) -> Stage:
+        config = make_config(home, tiny_model, **sections)
+        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": f"{home}/{next(numbers)}"})})
+        prepared = replace(base, config=config)
+        trainer = StandInTrainer(prepared.staleness().worst_staleness, options.pop("not_finite", frozenset()))
+        return Stage(prepared, trainer, **options)
+
+    return make
+
+
+def drawn_pace(seed: int) -> Callable[[], Awaitable[None]]:
+    numbers = count()
+
+    async def pace() -> None:
+        for _ in range(xxhash.xxh3_64_intdigest(f"{seed} {next(numbers)}".encode()) % 60):
+            await asyncio.sleep(0)
+
+    return pace
+
+
+sizes = st.fixed_dictionaries(
+    {
+        "batch": st.sampled_from([1, 2, 3, 5, 7]),
+        "eta": st.sampled_from([0, 1, 4]),
+        "window": st.sampled_from([-1, 0, 1, 2, 3, 11]),
+        "group_size": st.sampled_from([2, 3, 5]),
+        "workers": st.sampled_from([1, 2, 3]),
+        "limit": st.sampled_from([0, 0, 1, 4]),
+        "steps": st.sampled_from([1, 4, 9]),
+        "dropping": st.sampled_from([0, 0, 3]),
+        "seed": st.integers(0, 1000),
+    }
+)
+
+
+def sections_of(case: dict[str, int]) -> dict[str, dict[str, Any]]:
+    limit = case["batch"] + case["limit"] if case["limit"] else 0
+    return {
+        "run": {"steps": case["steps"], "seed": case["seed"]},
+        "rollout": {"group_size": case["group_size"], "workers": case["workers"], "max_groups": limit},
+        "staleness": {"max_staleness": case["eta"], "window": case["window"]},
+        "trainer": {"batch_groups": case["batch"]},
+        "checkpoint": {"every": 2},
+    }
+
+
+def failing_for(dropping: int) -> Callable[[int, int], bool]:
+    """Some prompts fail whole; of the others, one trajectory in eleven."""
+    return lambda prompt, draw: bool(dropping) and (prompt % 5 == 2 or draw % 11 == 0)
+
+
+@repeatable
+@example({"batch": 7, "eta": 0, "window": -1, "group_size": 3, "workers": 2, "limit": 0, "steps": 9, "dropping": 3, "seed": 1})
+@example({"batch": 5, "eta": 4, "window": 1, "group_size": 2, "workers": 3, "limit": 1, "steps": 9, "dropping": 3, "seed": 2})
+@given(sizes)
+def test_invariants_1_and_2_eq_3_holds_at_every_admission_and_nothing_vanishes(
+    make_stage: MakeStage, case: dict[str, int]
+) -> None:
+    rewards = StandInRewards(case["seed"], failing=failing_for(case["dropping"]))
+    stage = make_stage(sections_of(case), rewards=rewards)
+    stage.trainer.pace = drawn_pace(case["seed"])
+    events = stage.run()
+    state = check_finished(stage.config, events)
+    assert [[group.id for group in batch.groups] for batch in stage.trainer.batches] == [list(g) for _, g in state.batches]
+    admitted_under = {admitted.eta for admitted in state.admitted.values()}
+    assert admitted_under == {case["eta"]}
+    limit = stage.config.rollout.max_groups
+    assert not limit or most_untaken(events) <= limit
+
+
+def most_untaken(events: list[Event]) -> int:
+    untaken, most = set[int](), 0
+    for event in events:
+        if event.kind == "admitted":
+            untaken.add(event["group"])
+        elif event.kind in ("taken", "dropped"):
+            untaken -= set(event["groups"])
+        most = max(most, len(untaken))
+    return most
+
+
+def test_invariant_1_the_version_that_admits_is_the_lowest_of_all_engines(make_stage: MakeStage) -> None:
+    engines = [FakeEngine(mean_tokens=6.0), SlowToLoad(mean_tokens=6.0)]
+    sections = {"rollout": {"workers": 2}, "run": {"steps": 8}, "staleness": {"max_staleness": 1}}
+    stage = make_stage(sections, engines=engines)
+    events = stage.run()
+    check_finished(stage.config, events)
+    behind = {event["version"] for event in events if event.kind == "swapped" and event["engine"] == "engine-0"}
+    assert behind == set(range(9))
+
+
+def test_two_processes_worth_of_groups_really_overlap_with_training(make_stage: MakeStage) -> None:
+    """Without this, every other test here could pass on a loop that does one thing after the other."""
+    stage = make_stage({"run": {"steps": 8}, "staleness": {"max_staleness": 4}})
+    stage.trainer.pace = drawn_pace(1)
+    events = stage.run()
+    assert max(event["staleness_max"] for event in events if event.kind == "trained") >= 2
+    in_training = False
+    finished_meanwhile = 0
+    for event in events:
+        in_training = event.kind == "taken" or (in_training and event.kind != "trained")
+        finished_meanwhile += in_training and event.kind == "finished"
+    assert finished_meanwhile > 0
+
+
+def test_staleness_is_0_throughout_at_eta_0(make_stage: MakeStage) -> None:
+    stage = make_stage({"run": {"steps": 6}, "staleness": {"max_staleness": 0}})
+    stage.trainer.pace = drawn_pace(2)
+    events = stage.run()
+    assert {event["staleness_max"] for event in events if event.kind == "trained"} == {0}
+
+
+def test_every_version_is_swapped_into_the_engine_and_its_pause_recorded(make_stage: MakeStage) -> None:
+    stage = make_stage({"run": {"steps": 5}})
+    swapped = [event for event in stage.run() if event.kind == "swapped"]
+    assert [event["version"] for event in swapped] == [0, 1, 2, 3, 4, 5]
+    assert all(event["parity_max_abs"] == 0 for event in swapped)
+
+
+# A crash after any event
+
+
+@given(case=sizes, part=st.floats(0, 1))
+@settings(repeatable, max_examples=60)
+def test_invariant_14_a_crash_after_any_event_loses_nothing(
+    make_stage: MakeStage, case: dict[str, int], part: float
+) -> None:
+    rewards = StandInRewards(case["seed"], failing=failing_for(case["dropping"]))
+    sections = sections_of(case)
+    first = make_stage(sections, rewards=rewards, not_finite=frozenset({1, 3}) if case["dropping"] else frozenset())
+    first.trainer.pace = drawn_pace(case["seed"])
+    events = first.run()
+    crashed = make_stage(sections, rewards=rewards)
+    num_kept = 1 + int(part * (len(events) - 1))
+    crash_after(num_kept, first, crashed)
+    resumed = crashed.run()
+    check_finished(crashed.config, resumed)
+    assert [event.fields for event in resumed[:num_kept]] == [event.fields for event in events[:num_kept]]
+    trained = [event["digest"] for event in resumed if event.kind == "trained"]
+    kept = [event["digest"] for event in events[:num_kept] if event.kind == "trained"]
+    assert trained[: len(kept)] == kept
+
+
+def crash_after(num_events: int, run: Stage, into: Stage) -> None:
+    """What the disk holds when a run is killed right after one of its events: the log so far, and its checkpoints."""
+    into.directory.mkdir()
+    shutil.copytree(run.directory / "record", into.directory / "record")
+    lines = (run.directory / "events.jsonl").read_text().splitlines(keepends=True)
+    (into.directory / "events.jsonl").write_text("".join(lines[:num_events]))
+    events = read(into.directory / "events.jsonl")
+    weights = {event["version"]: event["digest"] for event in events if event.kind == "trained"}
+    (into.directory / "checkpoint").mkdir()
+    for event in events:
+        if event.kind == "checkpointed":
+            state = [event["version"], into_weights(weights, event["version"], run)]
+            (into.directory / "checkpoint" / event["slot"]).write_text(json.dumps(state))
