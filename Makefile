@@ -1,7 +1,7 @@
 # Each target makes its own environment (.venv) first, once, and again when pyproject.toml or constraints.txt change.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet install -c constraints.txt
 MODEL := models/smollm2-135m
 
 .PHONY: help quickstart smollm2 test test-slow lint format clean

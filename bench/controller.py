@@ -10,9 +10,7 @@ groups is in flight; after that the loop is closed, each training step admitting
 import argparse
 import asyncio
 import contextlib
-import cProfile
 import gc
-import pstats
 import resource
 import statistics
 import sys
@@ -25,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from common import RESULTS_DIR, Arm, Message, Record, serve_arm, versions
 
-from headway.types import Batch, Ints, Prompt, Scores, StepReport, TensorInfo, Verdict, WeightUpdate
+from headway.types import Batch, Ints, Prompt, Sampling, Scores, StepReport, TensorInfo, Verdict, WeightUpdate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,9 +36,7 @@ if TYPE_CHECKING:
 
 ALPHABET = "0123456789+-=() \n"
 NUM_PROMPTS, PROMPT_TOKENS, MEAN_TOKENS = 1000, 16, 32.0
-ETA = 4
-TARGET_US = 1000.0
-MIN_GROUPS = 2000
+ETA, MIN_GROUPS, TARGET_US = 4, 2000, 1000.0
 LOAD_DEADLINE_S, RUN_DEADLINE_S = 300.0, 900.0
 CALLS = {"admitted": 1, "trained": 3, "swapped": 3, "stats": 1, "checkpointed": 1}
 """What an event stands for in calls to workers; each is one message there and one back."""
@@ -79,18 +75,23 @@ class Flight:
     """Follows the log: how many events of each kind, how many groups are in flight, and when they all are."""
 
     def __init__(self, num_concurrent: int) -> None:
-        self.num_concurrent = num_concurrent
+        self._num_concurrent = num_concurrent
         self.num_events: Counter[str] = Counter()
         self.most_in_flight = 0
-        self.full = asyncio.Event()
+        self._full = asyncio.Event()
 
     def on_event(self, event: "Event") -> None:
         self.num_events[event.kind] += 1
         if event.kind == "admitted":
             in_flight = self.num_events["admitted"] - self.num_events["finished"]
             self.most_in_flight = max(self.most_in_flight, in_flight)
-            if in_flight == self.num_concurrent:
-                self.full.set()
+            if in_flight == self._num_concurrent:
+                self._full.set()
+
+    async def release(self, engine: "Engine") -> None:
+        """Have a paused engine answer as soon as all groups are in flight."""
+        await asyncio.wait_for(self._full.wait(), RUN_DEADLINE_S)
+        await engine.resume()
 
     @property
     def num_messages(self) -> int:
@@ -118,13 +119,8 @@ def make_config(spec: Message, directory: Path) -> "Config":
 
 
 def make_prompts() -> list[Prompt]:
-    draw = np.random.default_rng(0)
-    rows = draw.integers(3, 3 + len(ALPHABET), (NUM_PROMPTS, PROMPT_TOKENS)).astype(np.int32)
-    texts = ["".join(ALPHABET[token - 3] for token in row) for row in rows.tolist()]
-    return [
-        Prompt(index, tokens, text, {"prompt": text, "answer": index})
-        for index, (tokens, text) in enumerate(zip(rows, texts, strict=True))
-    ]
+    rows = np.random.default_rng(0).integers(3, 3 + len(ALPHABET), (NUM_PROMPTS, PROMPT_TOKENS)).astype(np.int32)
+    return [Prompt(index, tokens, "a problem", {"answer": index}) for index, tokens in enumerate(rows)]
 
 
 async def start_workers(runtime: "Runtime", config: "Config") -> "Workers":
@@ -138,9 +134,8 @@ async def start_workers(runtime: "Runtime", config: "Config") -> "Workers":
     rewards = cast(RewardPool, await runtime.start("reward", StandInVerifier))
     trainer = cast(Trainer, await runtime.start("trainer", StandInTrainer))
     arguments = (engine, rewards, config.model.path, config.rollout.workflow, config.run.seed)
-    rollout = [
-        await runtime.start(f"rollout-{number}", RolloutWorker, *arguments) for number in range(config.rollout.workers)
-    ]
+    names = [f"rollout-{number}" for number in range(config.rollout.workers)]
+    rollout = await asyncio.gather(*(runtime.start(name, RolloutWorker, *arguments) for name in names))
     return Workers({"engine": engine}, trainer, rollout, runtime.failure)
 
 
@@ -155,7 +150,6 @@ async def measure(spec: Message, directory: Path) -> Message:
     from headway.record import RunLog
     from headway.staleness import StalenessControl
     from headway.tokenizer import build_character_tokenizer
-    from headway.types import Sampling
     from headway.view import open_view
 
     config = make_config(spec, directory)
@@ -175,71 +169,41 @@ async def measure(spec: Message, directory: Path) -> Message:
         engine = workers.engines["engine"]
         controller = Controller(config, workers, tasks, progress, log, directory, view)
         await engine.pause()
-        release = asyncio.create_task(release_when_full(engine, flight))
-        meter = Meter(spec["profile"])
+        release = asyncio.create_task(flight.release(engine))
+        meter = Meter()
         await controller.run()
         await log.flush()
-        figures = meter.read()
+        num_groups = config.run.steps * batch_groups
+        figures = meter.read(num_groups, flight)
         await release
     for closing in (metrics, log, view):
         closing.close()
     ledger.check()
-    num_groups = config.run.steps * batch_groups
     if flight.most_in_flight < spec["concurrent"] or staleness.num_trained != num_groups:
         raise AssertionError(f"{flight.most_in_flight} groups were in flight, {staleness.num_trained} were trained")
-    return describe(figures, flight, num_groups, config.run.steps)
-
-
-async def release_when_full(engine: "Engine", flight: Flight) -> None:
-    await asyncio.wait_for(flight.full.wait(), RUN_DEADLINE_S)
-    await engine.resume()
+    return figures
 
 
 class Meter:
     """CPU time of this process with all its threads, wall time and memory, from here to `read`."""
 
-    def __init__(self, profile: str) -> None:
+    def __init__(self) -> None:
         gc.collect()
-        self._resident_mib = resident_mib()
-        self._profile = cProfile.Profile() if profile else None
-        self._profile_path = profile
-        self._wall_s, self._cpu_s, self._loop_cpu_s = time.perf_counter(), time.process_time(), time.thread_time()
-        if self._profile:
-            self._profile.enable()
+        self._resident_mib = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+        self._wall_s, self._cpu_s = time.perf_counter(), time.process_time()
 
-    def read(self) -> Message:
-        if self._profile:
-            self._profile.disable()
-            with open(self._profile_path, "w") as file:
-                pstats.Stats(self._profile, stream=file).sort_stats("tottime").print_stats(60)
+    def read(self, num_groups: int, flight: Flight) -> Message:
+        wall_s, cpu_s = time.perf_counter() - self._wall_s, time.process_time() - self._cpu_s
         return {
-            "wall_s": time.perf_counter() - self._wall_s,
-            "cpu_s": time.process_time() - self._cpu_s,
-            "event_loop_cpu_s": time.thread_time() - self._loop_cpu_s,
-            "resident_mib_before": self._resident_mib,
-            "resident_mib_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "wall_s": wall_s,
+            "cpu_s": cpu_s,
+            "cpu_us_per_group": cpu_s / num_groups * 1e6,
+            "groups_per_s": num_groups / wall_s,
+            "messages_per_s": flight.num_messages / wall_s,
+            "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - self._resident_mib,
+            "num_groups": num_groups,
+            "most_in_flight": flight.most_in_flight,
         }
-
-
-def resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20
-
-
-def describe(figures: Message, flight: Flight, num_groups: int, num_steps: int) -> Message:
-    return {
-        **figures,
-        "num_groups": num_groups,
-        "num_steps": num_steps,
-        "most_in_flight": flight.most_in_flight,
-        "cpu_us_per_group": figures["cpu_s"] / num_groups * 1e6,
-        "groups_per_s": num_groups / figures["wall_s"],
-        "messages_per_s": flight.num_messages / figures["wall_s"],
-        "events_per_s": flight.num_events.total() / figures["wall_s"],
-        "mib_per_1000_in_flight": (figures["resident_mib_peak"] - figures["resident_mib_before"])
-        / flight.most_in_flight
-        * 1000,
-    }
 
 
 def load_arm() -> tuple[Message, Any]:
@@ -255,8 +219,7 @@ def load_arm() -> tuple[Message, Any]:
 
 def run_all(options: argparse.Namespace, console: "Console") -> tuple[Message, list[Message]]:
     """Every repetition in a fresh process, numbers of groups taking turns."""
-    found: list[Message] = []
-    ready: Message = {}
+    ready, found = {}, []
     for repetition in range(1, options.repetitions + 1):
         for concurrent in options.concurrent:
             spec = {"concurrent": concurrent, "group_size": options.group_size, "workers": options.workers}
@@ -264,10 +227,9 @@ def run_all(options: argparse.Namespace, console: "Console") -> tuple[Message, l
             arm = Arm(f"{concurrent} groups", [sys.executable, __file__, "--arm"], {"OMP_NUM_THREADS": "1"}, log)
             with contextlib.closing(arm), console.status(f"repetition {repetition}: {arm.name}"):
                 ready = arm.answer(LOAD_DEADLINE_S)
-                profile = str(log.with_suffix(".profile")) if options.profile else ""
-                answer = arm.ask(spec | {"profile": profile}, RUN_DEADLINE_S)
+                answer = arm.ask(spec, RUN_DEADLINE_S)
             found.append({"concurrent": concurrent, "repetition": repetition, **answer})
-            cost = f"{answer['cpu_us_per_group']:.0f} µs a group, {answer['groups_per_s']:.0f} groups/s"
+            cost = f"{answer['cpu_us_per_group']:.0f} µs a group, {answer['wall_s']:.1f} s"
             console.print(f"repetition {repetition}: {arm.name} in flight: {cost}", highlight=False)
     return ready, found
 
@@ -275,29 +237,25 @@ def run_all(options: argparse.Namespace, console: "Console") -> tuple[Message, l
 def summarise(found: list[Message], concurrent: int) -> Message:
     rows = [row for row in found if row["concurrent"] == concurrent]
     costs = [row["cpu_us_per_group"] for row in rows]
+    names = ("wall_s", "cpu_s", "groups_per_s", "messages_per_s", "mib")
     return {
         "cpu_us_per_group": {"best": min(costs), "median": statistics.median(costs), "worst": max(costs)},
         "met": max(costs) < TARGET_US,
-        **{
-            name: statistics.median(row[name] for row in rows)
-            for name in ("groups_per_s", "messages_per_s", "events_per_s", "mib_per_1000_in_flight", "wall_s", "cpu_s")
-        },
+        "medians": {name: statistics.median(row[name] for row in rows) for name in names},
     }
 
 
 def show(figures: Message, options: argparse.Namespace, console: "Console") -> None:
     from rich.table import Table
 
-    title = f"The controller's CPU time, groups of {options.group_size}, {options.repetitions} repetitions"
-    table = Table(title=title)
-    for heading in ("in flight", "µs/group best", "median", "worst", "wall s", "CPU s", "groups/s", "messages/s"):
+    table = Table(title=f"The controller's CPU time: groups of {options.group_size}, {options.repetitions} repetitions")
+    for heading in ("in flight", "µs/group", "(spread)", "wall s", "CPU s", "groups/s", "msgs/s", "MiB"):
         table.add_column(heading, justify="right")
-    table.add_column("MiB per 1,000", justify="right")
     for concurrent, row in figures.items():
-        costs = [f"{row['cpu_us_per_group'][name]:.0f}" for name in ("best", "median", "worst")]
-        rates = [f"{row['wall_s']:.1f}", f"{row['cpu_s']:.1f}", f"{row['groups_per_s']:.0f}"]
-        rates += [f"{row['messages_per_s']:.0f}", f"{row['mib_per_1000_in_flight']:.1f}"]
-        table.add_row(f"{int(concurrent):,}", *costs, *rates)
+        cost, medians = row["cpu_us_per_group"], row["medians"]
+        spread = f"{cost['best']:.0f}–{cost['worst']:.0f}"
+        rest = [f"{value:.1f}" if value < 100 else f"{value:.0f}" for value in medians.values()]
+        table.add_row(f"{int(concurrent):,}", f"{cost['median']:.0f}", spread, *rest)
     console.print(table)
     met = all(row["met"] for row in figures.values())
     console.print(f"under {TARGET_US:.0f} µs a group in every repetition: {'met' if met else 'not met'}")
@@ -309,25 +267,23 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, default=4, help="trajectories of a group")
     parser.add_argument("--workers", type=int, default=2, help="rollout processes")
     parser.add_argument("--repetitions", type=int, default=3, help="how often each number of groups is run")
-    parser.add_argument("--profile", action="store_true", help="write a profile beside the record; slows everything")
     parser.add_argument("--out", type=Path, default=RESULTS_DIR / "controller.json", help="where the record goes")
     options = parser.parse_args(arguments)
-    if any(concurrent % (ETA + 1) or concurrent < 1 for concurrent in options.concurrent):
+    if any(num % (ETA + 1) for num in options.concurrent):
         parser.error(f"--concurrent must be multiples of {ETA + 1}, the batches in flight at η = {ETA}")
-    if min(options.group_size, options.workers, options.repetitions) < 1:
-        parser.error("--group-size, --workers and --repetitions must be 1 or more")
+    if min(*options.concurrent, options.group_size, options.workers, options.repetitions) < 1:
+        parser.error("every count must be 1 or more")
     return options
 
 
 def main(arguments: list[str]) -> None:
     from rich.console import Console
 
-    console, options = Console(), parse(arguments)
-    record = Record("controller", arguments)
+    console, options, record = Console(), parse(arguments), Record("controller", arguments)
     ready, found = run_all(options, console)
     figures = {str(concurrent): summarise(found, concurrent) for concurrent in options.concurrent}
     settings = {"eta": ETA, "group_size": options.group_size, "rollout_workers": options.workers}
-    settings |= {"prompt_tokens": PROMPT_TOKENS, "mean_completion_tokens": MEAN_TOKENS, "profiled": options.profile}
+    settings |= {"prompt_tokens": PROMPT_TOKENS, "mean_completion_tokens": MEAN_TOKENS}
     record.write(options.out, settings=settings, **ready, target_us=TARGET_US, figures=figures, repetitions=found)
     show(figures, options, console)
     console.print(f"written to {options.out}", highlight=False)

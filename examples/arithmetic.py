@@ -1,17 +1,15 @@
-"""The quickstart's task: add up a list of numbers. Each number carries a letter, so that a step can name its number.
+"""The quickstart's task: add up a list of numbers, in the head or step by step.
 
-    prompt      f12g4h1i3=
-    answer only #20
-    worked out  g+4=16;h+1=17;i+3=20;#20
+    prompt          a7b2c5d1=            seven, and two, and five, and one
+    in the head     #15
+    step by step    b+2=9;c+5=14;d+1=15;#15
 
-Most lists are short and a few are long, so worked-out completions have a long tail of lengths. The examples of the
-supervised warm-up are all correct, but two thirds of them only state the answer. A model that imitates them does the
-same, and guesses; when it samples the other way it is mostly right. The verifier looks at the final answer alone:
-that working it out pays, and how to do it without a slip, is left for reinforcement learning to find.
+The worked examples of the warm-up are of both kinds, and most only state the answer; that is what the model imitates,
+and it is mostly wrong. The verifier looks at the final answer alone. Reinforcement learning finds out by itself that
+working step by step pays. Most lists are short and a few are very long, so completions have a long tail of lengths.
 """
 
 import random
-import string
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -20,12 +18,12 @@ from headway.verifiers import verifier
 
 Row = dict[str, Any]
 
-ALPHABET = string.digits + string.ascii_lowercase + "+=;#"
-LARGEST_START, LARGEST_TERM = 20, 4
-FEWEST_TERMS, MOST_TERMS = 4, 24
-TAIL = 2.0
-"""Exponent of the Pareto law of the number of terms: a smaller one makes a longer tail."""
-ANSWER_ONLY = 0.65
+ALPHABET = "0123456789+=;#abcdefghijklmnopqrstuvwxyz"
+FEWEST_TERMS, MOST_TERMS = 6, 24
+LARGEST_FIRST, LARGEST_TERM = 9, 5
+TAIL, TAIL_SCALE = 2.5, 4.0
+"""The number of terms follows a Pareto law: a smaller exponent is a longer tail."""
+ANSWER_ONLY_SHARE = 0.7
 
 
 @verifier(needs=("answer",))
@@ -35,45 +33,50 @@ def verify(task: Row, text: str) -> float:
 
 
 def train_rows() -> list[Row]:
-    return _take(20_000, _problems(seed=1, held_out=False))
+    problems = _problems(seed=1, held_out=False)
+    return [_row(next(problems)) for _ in range(20_000)]
 
 
 def eval_rows() -> list[Row]:
-    return _take(512, _problems(seed=2, held_out=True))
+    problems = _problems(seed=2, held_out=True)
+    return [_row(next(problems)) for _ in range(512)]
 
 
 def sft_rows() -> list[Row]:
-    """Examples for the supervised warm-up: a prompt and a completion to imitate, worked out or answer only."""
-    rng = random.Random(3)
-    rows = _take(20_000, _problems(seed=4, held_out=False))
-    return [row | {"completion": f"#{row['answer']}"} if rng.random() < ANSWER_ONLY else row for row in rows]
+    """Examples for the supervised warm-up: a prompt and the completion to imitate, most without the work."""
+    problems, styles = _problems(seed=3, held_out=False), random.Random(4)
+    rows = (_row(next(problems)) for _ in range(20_000))
+    return [row | {"completion": f"#{row['answer']}"} if styles.random() < ANSWER_ONLY_SHARE else row for row in rows]
 
 
-def _take(num_rows: int, problems: Iterator[Row]) -> list[Row]:
-    """That many problems, all different."""
-    rows: dict[str, Row] = {}
-    while len(rows) < num_rows:
-        row = next(problems)
-        rows[row["prompt"]] = row
-    return list(rows.values())
+def _row(terms: list[int]) -> Row:
+    return {"prompt": _prompt(terms), "completion": _worked(terms), "answer": str(sum(terms))}
 
 
-def _problems(seed: int, held_out: bool) -> Iterator[Row]:
+def _prompt(terms: list[int]) -> str:
+    return "".join(f"{_letter(place)}{term}" for place, term in enumerate(terms)) + "="
+
+
+def _worked(terms: list[int]) -> str:
+    steps = [f"{_letter(place)}+{terms[place]}={sum(terms[: place + 1])};" for place in range(1, len(terms))]
+    return "".join(steps) + f"#{sum(terms)}"
+
+
+def _letter(place: int) -> str:
+    return chr(ord("a") + place)
+
+
+def _problems(seed: int, held_out: bool) -> Iterator[list[int]]:
     """Endless problems of one side of the split; a checksum of the prompt decides the side, so the sides never meet."""
     rng = random.Random(seed)
     while True:
-        num_terms = int(FEWEST_TERMS * rng.paretovariate(TAIL))
-        terms = [rng.randint(1, LARGEST_START)] + [rng.randint(1, LARGEST_TERM) for _ in range(num_terms - 1)]
-        row = _work_out(terms, first_letter=rng.randrange(26))
-        if num_terms <= MOST_TERMS and (zlib.crc32(row["prompt"].encode()) % 8 == 0) == held_out:
-            yield row
+        num_terms = FEWEST_TERMS + int((rng.paretovariate(TAIL) - 1) * TAIL_SCALE)
+        if num_terms > MOST_TERMS:
+            continue
+        terms = [rng.randint(1, LARGEST_FIRST), *(rng.randint(1, LARGEST_TERM) for _ in range(num_terms - 1))]
+        if _is_held_out(_prompt(terms)) == held_out:
+            yield terms
 
 
-def _work_out(terms: list[int], first_letter: int) -> Row:
-    letters = [string.ascii_lowercase[(first_letter + place) % 26] for place in range(len(terms))]
-    prompt, total, steps = f"{letters[0]}{terms[0]}", terms[0], ""
-    for letter, term in zip(letters[1:], terms[1:], strict=True):
-        total += term
-        prompt += f"{letter}{term}"
-        steps += f"{letter}+{term}={total};"
-    return {"prompt": f"{prompt}=", "completion": f"{steps}#{total}", "answer": str(total)}
+def _is_held_out(prompt: str) -> bool:
+    return zlib.crc32(prompt.encode()) % 8 == 0

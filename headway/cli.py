@@ -45,7 +45,8 @@ def main() -> None:
 def _complain(error: HeadwayError) -> None:
     from rich.console import Console
 
-    console = Console(stderr=True, highlight=False)
+    # Not wrapped: a sentence that a script reads, or a person copies, stays one line.
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print("error:", style="bold red", end=" ")
     console.print(str(error), markup=False)
     for note in getattr(error, "__notes__", []):
@@ -142,8 +143,9 @@ def evaluate(context: typer.Context, config: ConfigPath) -> None:
     from headway import launch
 
     found = _with_view(lambda view: launch.evaluate_only(_load(config, context), view))
+    accuracy = "unknown" if found.accuracy is None else f"{found.accuracy:.1%}"
     _print(
-        f"accuracy {found.accuracy:.1%} on {found.num} problems "
+        f"accuracy {accuracy} on {found.num} problems "
         f"({found.num_failed} without a verdict), {found.mean_tokens:.0f} tokens each, {found.seconds:.1f} s"
     )
 
@@ -153,7 +155,7 @@ def rollout(
     context: typer.Context,
     config: ConfigPath,
     out: Annotated[Path, typer.Option(help="where the groups go (.jsonl)")],
-    groups: Annotated[int, typer.Option(min=1, help="how many groups; one batch when left out")] = 0,
+    groups: Annotated[int | None, typer.Option(min=1, help="how many groups; one batch when left out")] = None,
 ) -> None:
     """Generate and reward groups without training."""
     from headway import launch
@@ -216,7 +218,7 @@ def bench(
 def _print(what: Any) -> None:
     from rich.console import Console
 
-    Console(highlight=False).print(what, markup=False)
+    Console(highlight=False).print(what, markup=False, soft_wrap=isinstance(what, str))
 
 
 if __name__ == "__main__":

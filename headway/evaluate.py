@@ -11,9 +11,9 @@ from headway.types import Admission, Group, Prompt, Sampling
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Accuracy is the mean score over problems with a verdict; the others are counted in `num_failed`."""
+    """Accuracy is the mean score over problems with a verdict, if any; the others are counted in `num_failed`."""
 
-    accuracy: float
+    accuracy: float | None
     num: int
     num_failed: int
     mean_tokens: float
@@ -49,7 +49,7 @@ async def evaluate(
     versions = [int(s.versions.max()) for t in trajectories for s in t.sequences if s.num_sampled]
     num = len(trajectories)
     return Evaluation(
-        accuracy=sum(trajectory.reward for trajectory in trajectories) / max(1, num),
+        accuracy=sum(trajectory.reward for trajectory in trajectories) / num if num else None,
         num=num,
         num_failed=len(prompts) - num,
         mean_tokens=sum(trajectory.num_sampled for trajectory in trajectories) / max(1, num),

@@ -10,8 +10,9 @@ import hashlib
 import json
 import os
 import platform
+import re
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,8 +67,11 @@ class Prepared:
 def prepare(config: Config) -> Prepared:
     """Follow every reference of the config; the first thing that cannot work is one sentence."""
     from headway.models import load_config
+    from headway.rollout import check_workflow
 
     check_device(config.engine.device)
+    check_workflow(config.rollout.workflow)
+    _check_path(config.model.path)
     model_config = load_config(config.model.path)
     tokenizer = load_tokenizer(config.model.path)
     context = config.engine.max_context or model_config.max_position_embeddings
@@ -107,6 +111,13 @@ def check_device(device: str) -> None:
     raise ConfigError(f"engine.device = {device} asks for a GPU ({there}), and this engine runs on the CPU; set cpu")
 
 
+def _check_path(path: str) -> None:
+    """A path that leads nowhere is not looked for on the hub when it cannot be a name there."""
+    is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path)
+    if not is_name and not Path(path).is_dir():
+        raise ConfigError(f"model.path = {path} does not exist; name a transformers directory or a hub model")
+
+
 def _check_sizes(config: Config, context: int, longest: int) -> None:
     if config.trainer.token_budget < longest:
         raise ConfigError(
@@ -133,10 +144,11 @@ def identity(config: Config) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def probe(prompts: list[Prompt]) -> tuple[Ints, ...]:
-    """A few fixed token sequences for engine and trainer to score after every swap."""
+def probe(prompts: list[Prompt], longest: int = _PROBE_TOKENS) -> tuple[Ints, ...]:
+    """A few fixed token sequences, none above `longest`, for engine and trainer to score after every swap."""
+    length = min(_PROBE_TOKENS, longest)
     tokens = np.concatenate([prompt.tokens for prompt in prompts[:64]])
-    pieces = [tokens[start : start + _PROBE_TOKENS] for start in range(0, 4 * _PROBE_TOKENS, _PROBE_TOKENS)]
+    pieces = [tokens[start : start + length] for start in range(0, 4 * length, length)]
     usable = tuple(piece for piece in pieces if len(piece) >= 2)
     return usable or (np.repeat(tokens[:1], 2),)
 
@@ -209,7 +221,7 @@ async def start_rollout(runtime: Runtime, config: Config, engine: Engine) -> "li
         )
         for number in range(config.rollout.workers)
     )
-    return list(await asyncio.gather(*started))
+    return list(await _together(*started))
 
 
 async def _start_all(runtime: Runtime, prepared: Prepared) -> "Workers":
@@ -222,8 +234,20 @@ async def _start_all(runtime: Runtime, prepared: Prepared) -> "Workers":
         return engine, await start_rollout(runtime, config, engine)
 
     worst = prepared.staleness().worst_staleness
-    (engine, rollout), trainer = await asyncio.gather(generation(), start_trainer(runtime, config, worst))
+    (engine, rollout), trainer = await _together(generation(), start_trainer(runtime, config, worst))
     return Workers({"engine": engine}, trainer, rollout, runtime.failure)
+
+
+async def _together(*starts: Awaitable[Any]) -> list[Any]:
+    """All results; when one fails, the others are ended first, so that no worker starts after the end of the run."""
+    tasks = [asyncio.ensure_future(start) for start in starts]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 # Training
@@ -233,20 +257,24 @@ async def train(config: Config, resume: bool, view: View) -> Summary:
     """A whole run, from nothing or from where it was interrupted."""
     prepared = prepare(config)
     directory = Path(config.run.dir)
-    history = _claim(directory, config, resume)
-    state = fold(history)
-    if state.status == "finished" and state.num_trained >= config.run.steps:
-        view.message(f"{directory} is finished; nothing to resume")
-        return write_report(directory)
+    _claim(directory, prepared, resume)
+    _make_private(directory)
     log = RunLog(directory, config.run.deadline_s)
-    metrics = Metrics(directory, config.metrics, history, view.message)
-    tokens = ledger(history)
-    for listener in (tokens.on_event, view.on_event, metrics.on_event):
-        log.subscribe(listener)
+    metrics: Metrics | None = None
     try:
+        history = _claim(directory, prepared, resume)  # again, under the log's lock: somebody may have been faster
+        state = fold(history)
+        if state.status == "finished" and state.num_trained >= config.run.steps:
+            view.message(f"{directory} is finished; nothing to resume")
+            return write_report(directory)
+        metrics = Metrics(directory, config.metrics, history, view.message)
+        tokens = ledger(history)
+        for listener in (tokens.on_event, view.on_event, metrics.on_event):
+            log.subscribe(listener)
         await _run_to_the_end(prepared, log, state, history, tokens, directory, view)
     finally:
-        metrics.close()
+        if metrics is not None:
+            metrics.close()
         log.close()
     return write_report(directory)
 
@@ -265,15 +293,7 @@ async def _run_to_the_end(
     from headway.resume import progress_from
 
     if not history:
-        worst = prepared.staleness().worst_staleness
-        log.append(
-            "run_started",
-            config=prepared.config.model_dump(),
-            hardware=hardware(),
-            num_prompts=len(prepared.prompts),
-            worst_staleness=worst,
-            config_hash=identity(prepared.config),
-        )
+        _begin(prepared, log, directory)
     status, cause = "failed", ""
     try:
         async with open_runtime(prepared.config, directory) as runtime, _stoppable():
@@ -281,6 +301,7 @@ async def _run_to_the_end(
                 workers = await _start_all(runtime, prepared)
             progress = await progress_from(prepared, log, state, history, workers.trainer, directory, view)
             await Controller(prepared.config, workers, _tasks(prepared), progress, log, directory, view).run()
+        tokens.status = "finished"
         tokens.check()
         status = "finished"
     except asyncio.CancelledError:
@@ -291,6 +312,19 @@ async def _run_to_the_end(
         raise
     finally:
         log.append("ended", status=status, cause=cause, ledger=tokens.to_dict())
+
+
+def _begin(prepared: Prepared, log: RunLog, directory: Path) -> None:
+    plain = prepared.config.model_dump()
+    (directory / "config.json").write_text(json.dumps(plain, indent=2))
+    log.append(
+        "run_started",
+        config=plain,
+        hardware=hardware(),
+        num_prompts=len(prepared.prompts),
+        worst_staleness=prepared.staleness().worst_staleness,
+        config_hash=identity(prepared.config),
+    )
 
 
 @asynccontextmanager
@@ -313,13 +347,13 @@ def _tasks(prepared: Prepared) -> "Tasks":
     return Tasks(
         stream=PromptStream(prepared.prompts, prepared.config.run.seed),
         held_out=prepared.held_out,
-        probe=probe(prepared.prompts),
+        probe=probe(prepared.prompts, prepared.longest),
         sampling=prepared.sampling,
         eval_sampling=prepared.eval_sampling,
     )
 
 
-def _claim(directory: Path, config: Config, resume: bool) -> list[Event]:
+def _claim(directory: Path, prepared: Prepared, resume: bool) -> list[Event]:
     """The events of the run to go on with, or none; the directory must be this config's or new."""
     path = directory / EVENTS_NAME
     history = read(path) if path.exists() else []
@@ -327,12 +361,27 @@ def _claim(directory: Path, config: Config, resume: bool) -> list[Event]:
         raise ConfigError(f"{directory} already holds a run; add --resume to go on with it, or choose another run.dir")
     if resume and not history:
         raise ConfigError(f"{directory} holds no run to resume; leave --resume out to start one")
-    if history and fold(history).config_hash != identity(config):
-        raise ConfigError(f"{directory} belongs to a run with another config; resume with that one or change run.dir")
-    if not history:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (directory / "config.json").write_text(json.dumps(config.model_dump(), indent=2))
+    if history:
+        _check_same_run(directory, prepared, fold(history))
     return history
+
+
+def _make_private(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError(f"cannot make the run directory {directory}: {error.strerror}; check run.dir") from error
+
+
+def _check_same_run(directory: Path, prepared: Prepared, state: RunState) -> None:
+    if state.config_hash != identity(prepared.config):
+        raise ConfigError(f"{directory} belongs to a run with another config; resume with that one or change run.dir")
+    num_prompts = len(prepared.prompts)
+    if state.num_prompts != num_prompts:
+        raise ConfigError(
+            f"the run in {directory} was begun with {state.num_prompts} prompts, and {prepared.config.task.train} now "
+            f"has {num_prompts}; restore its rows or change run.dir"
+        )
 
 
 def hardware() -> dict[str, Any]:
@@ -369,10 +418,13 @@ async def rollout_only(config: Config, num_groups: int, view: View) -> list[Grou
 async def train_from(config: Config, groups: list[Group], view: View) -> list[dict[str, float]]:
     """The training half alone: whole batches of the given groups, in order; the model goes to the run directory."""
     batch_groups = config.trainer.batch_groups
-    if len(groups) < batch_groups:
-        raise ConfigError(f"{len(groups)} groups do not fill one batch of trainer.batch_groups = {batch_groups}")
     directory = Path(config.run.dir)
     ordered = sorted((group for group in groups if group.trajectories), key=lambda group: group.id)
+    if len(ordered) < batch_groups:
+        found = f"{len(ordered)} groups with trajectories do not fill one batch"
+        raise ConfigError(f"{found} of trainer.batch_groups = {batch_groups}; give more groups or lower it")
+    if (directory / EVENTS_NAME).exists():
+        raise ConfigError(f"{directory} already holds a run, whose model would be replaced; choose another run.dir")
     num_steps = min(config.run.steps, len(ordered) // batch_groups)
     async with open_runtime(config, directory) as runtime:
         with view.phase("starting the trainer"):

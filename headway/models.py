@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
@@ -121,9 +121,9 @@ class _LinearLogprob(torch.autograd.Function):
             part = slice(start, start + chunk)
             logits = head_logits(hidden_TC[part], weight_VC) * scale_T[part, None]
             normalizer_T[part] = logits.logsumexp(-1)
-            logprobs_T[part] = logits.gather(-1, targets_T[part, None]).squeeze(-1) - normalizer_T[part]
-            probabilities = (logits - normalizer_T[part, None]).exp_()
-            entropy_T[part] = normalizer_T[part] - (probabilities * logits).sum(-1)
+            log_softmax = logits.sub_(normalizer_T[part, None])
+            logprobs_T[part] = log_softmax.gather(-1, targets_T[part, None]).squeeze(-1)
+            entropy_T[part] = -(log_softmax.exp() * log_softmax).sum(-1)
         ctx.save_for_backward(hidden_TC, weight_VC, targets_T, scale_T, normalizer_T)
         ctx.chunk = chunk
         ctx.mark_non_differentiable(entropy_T)
@@ -190,6 +190,8 @@ def check_supported(config: PreTrainedConfig, where: str) -> None:
 def load_config(path: str) -> PreTrainedConfig:
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ConfigError(f"{path} is not a model directory: it has no config.json")
+    if not Path(path).exists() and (path.count("/") != 1 or path.startswith((".", "/", "~"))):
+        raise ConfigError(f"model directory {path} does not exist; make it (`headway sft CONFIG`) or set model.path")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -271,16 +273,19 @@ def shard(policy: Policy, dtype: torch.dtype) -> None:
         return
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (num_ranks,))
+    wrap(policy, init_device_mesh("cpu", (num_ranks,)), dtype)
+
+
+def wrap(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """FSDP2 around each layer and the whole; gradients add up over the ranks, as denominators are global."""
     # The one floating-point input is the temperature, and 0.7 is another number in bf16. A root left gathered after a
     # forward pass without a backward would show its cast parameters to whoever saves or copies the master weights.
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     decoder = cast(nn.Module, policy.model.model)
     for module in (*cast(nn.ModuleList, decoder.layers), policy):
         wrapped = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-        # Denominators are global, so gradients of ranks add up; gloo knows a plain sum only.
         wrapped.set_gradient_divide_factor(1.0)
-        wrapped.set_force_sum_reduction_for_comms(True)
+        wrapped.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
 
 def shard_like(parameter: Tensor, value: Tensor) -> Tensor:

@@ -159,7 +159,15 @@ class RunLog(EventLog):
     def finished(self, group: Group, seconds: float) -> Event:
         """Record a finished group, `seconds` after its admission."""
         ref = self.record.append(group)
-        return self.append("finished", **_plain(ref), **_describe(group), seconds=seconds)
+        return self.append(
+            "finished",
+            shard=ref.shard,
+            offset=ref.offset,
+            num_bytes=ref.num_bytes,
+            checksum=ref.checksum,
+            **_describe(group),
+            seconds=seconds,
+        )
 
     def close(self) -> None:
         try:

@@ -12,8 +12,9 @@ import numpy as np
 
 from headway import references
 from headway.engine import Engine
-from headway.errors import ConfigError, DeadlineExceeded, WorkerDied
+from headway.errors import ConfigError, DeadlineExceeded, HeadwayError, InvariantBroken, WorkerDied
 from headway.reward import RewardPool
+from headway.runtime import RemoteError
 from headway.tokenizer import decode, load_tokenizer
 from headway.types import Admission, Completion, Failure, Group, Ints, Request, RequestKey, StopReason, Trajectory
 from headway.workflows import VerifierBroken, Workflow
@@ -40,10 +41,10 @@ class RolloutWorker:
 
     async def _trajectory(self, admission: Admission, index: int) -> Trajectory | Failure:
         episode = RunningEpisode(self, admission, index)
-        # User code: whatever a workflow raises costs its trajectory. A dead or silent worker is not its fault.
+        # User code: whatever a workflow raises costs its trajectory. A dead, silent or broken worker is not its fault.
         try:
             return await self._workflow.run(episode)
-        except (WorkerDied, DeadlineExceeded):
+        except (WorkerDied, DeadlineExceeded, InvariantBroken, RemoteError):
             raise
         except VerifierBroken as error:
             return Failure(index, f"verifier: {error}", episode.num_sampled)
@@ -51,9 +52,16 @@ class RolloutWorker:
             return Failure(index, f"workflow: {type(error).__name__}: {error}", episode.num_sampled)
 
     async def complete(self, request: Request) -> Completion:
-        async for item in self._engine.generate(request):
-            if isinstance(item, Completion):
-                return item
+        # What is not written for users is the engine's own trouble: in the same process, too, it must not pass for a
+        # workflow's.
+        try:
+            async for item in self._engine.generate(request):
+                if isinstance(item, Completion):
+                    return item
+        except HeadwayError:
+            raise
+        except Exception as error:
+            raise WorkerDied(f"the engine broke at request {request.key}: {type(error).__name__}: {error}") from error
         raise WorkerDied(f"the engine ended request {request.key} without a completion")
 
     async def verify(self, task: dict[str, Any], text: str) -> float:
@@ -73,11 +81,12 @@ class RunningEpisode:
         self.temperature = admission.sampling.temperature
         self.num_sampled = 0
         self._num_calls = 0
+        self._urgent = admission.stream != "train"  # an evaluation holds few places, and is over the sooner
 
     async def generate(self, tokens: Ints) -> Completion:
         key = RequestKey(self._admission.group, self.index, self._num_calls, self._admission.stream)
         self._num_calls += 1
-        request = Request(key, tokens, self._admission.sampling, self._worker._seed)
+        request = Request(key, tokens, self._admission.sampling, self._worker._seed, self._urgent)
         completion = await self._worker.complete(request)
         self.num_sampled += len(completion.tokens)
         if completion.stop == StopReason.ABORTED:
@@ -94,8 +103,19 @@ class RunningEpisode:
         return np.asarray(self._worker._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
 
+def check_workflow(reference: str) -> None:
+    """Refuse, before anything starts, what can never be a workflow; it is made in the rollout worker only."""
+    made = references.load(reference)
+    if not callable(made) or (isinstance(made, type) and not asyncio.iscoroutinefunction(getattr(made, "run", None))):
+        raise ConfigError(f"rollout.workflow {reference} has no coroutine `run(episode)`")
+
+
 def _make_workflow(reference: str) -> Workflow:
-    made = references.load(reference)()
+    # User code: what its constructor raises is told as one sentence that names it.
+    try:
+        made = references.load(reference)()
+    except Exception as error:
+        raise ConfigError(f"rollout.workflow {reference} cannot be made: {type(error).__name__}: {error}") from error
     if not asyncio.iscoroutinefunction(getattr(made, "run", None)):
         raise ConfigError(f"rollout.workflow {reference} has no coroutine `run(episode)`")
     workflow: Workflow = made

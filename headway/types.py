@@ -100,6 +100,7 @@ class Request:
     tokens: Ints
     sampling: Sampling
     seed: int
+    urgent: bool = False  # goes ahead of those that wait; for small things that must not queue behind a whole batch
 
     def __post_init__(self) -> None:
         _check_dtypes("Request", np.int32, tokens=self.tokens)

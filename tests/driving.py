@@ -29,12 +29,17 @@ def _loaded(path: str, dtype: torch.dtype) -> PreTrainedModel:
     return load_model(path, dtype)
 
 
+@lru_cache
+def _tokenizer(path: str) -> Any:
+    return load_tokenizer(path)
+
+
 def make_core(
     path: str, deterministic: bool = True, dtype: torch.dtype = torch.float32, context: int = 512, **settings: Any
 ) -> EngineCore:
     section = EngineSection(**{"max_num_seqs": 8, "kv_tokens": 65536, "prefill_chunk": 64, **settings})
     model = copy.deepcopy(_loaded(path, dtype))
-    return EngineCore(model, section, context, deterministic, lambda tokens: decode(load_tokenizer(path), tokens))
+    return EngineCore(model, section, context, deterministic, lambda tokens: decode(_tokenizer(path), tokens))
 
 
 def prompt(length: int, seed: int = 0) -> Ints:
@@ -77,7 +82,7 @@ def drive(
     events: Mapping[int, Event] | None = None,
     max_steps: int = 5000,
 ) -> Outcome:
-    """Step the core until every request is complete; request i arrives before step `arrivals[i]`, events happen there too."""
+    """Step until every request is complete; request i arrives before step `arrivals[i]`, events happen just after."""
     outcome = Outcome()
     due = sorted(zip(arrivals or [0] * len(requests), range(len(requests)), strict=True))
     for step in range(max_steps):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -26,7 +27,7 @@ from headway.prompts import PromptStream
 from headway.report import Summary
 from headway.view import PlainView
 
-DEADLINE_S = 120.0  # of anything awaited, on a machine that may have much else to do
+DEADLINE_S = 240.0  # of anything awaited, on a machine that may have much else to do
 
 TASK = '''
 import json, os, time
@@ -77,7 +78,7 @@ def fails_for_some_prompts(task, text):
     return float(len(text) % 2)
 
 def hangs_for_one_prompt(task, text):
-    if task["prompt"] == "0+1=":
+    if task["prompt"] == "1+3=":
         time.sleep(3600)
     return float(len(text) % 2)
 
@@ -98,7 +99,7 @@ def slowly(task, text):
 '''
 
 
-def make_values(directory: Path, model: str, **sections: dict[str, Any]) -> dict[str, Any]:
+def make_values(directory: Path, model: str, /, **sections: dict[str, Any]) -> dict[str, Any]:
     """A small run of everything, in one process, with `sections` on top of it."""
     task = directory / "task.py"
     if not task.exists():
@@ -120,11 +121,11 @@ def make_values(directory: Path, model: str, **sections: dict[str, Any]) -> dict
     return values
 
 
-def make_config(directory: Path, model: str, **sections: dict[str, Any]) -> Config:
+def make_config(directory: Path, model: str, /, **sections: dict[str, Any]) -> Config:
     return validate(make_values(directory, model, **sections))
 
 
-def write_config(directory: Path, model: str, **sections: dict[str, Any]) -> Path:
+def write_config(directory: Path, model: str, /, **sections: dict[str, Any]) -> Path:
     """The same as a TOML file, for the command line."""
     lines: list[str] = []
     for name, section in make_values(directory, model, **sections).items():
@@ -191,10 +192,8 @@ class HeadwayProcess:
 
     def descendants(self) -> set[psutil.Process]:
         """Every process it started, at any depth, that still lives."""
-        try:
+        with suppress(psutil.NoSuchProcess):
             self._family |= set(psutil.Process(self.process.pid).children(recursive=True))
-        except psutil.NoSuchProcess:
-            pass
         return {process for process in self._family if _lives(process)}
 
     def wait_until(self, moment: Callable[[list[Event]], bool], what: str) -> list[Event]:
@@ -210,8 +209,8 @@ class HeadwayProcess:
             time.sleep(0.002)
         raise AssertionError(f"no {what} within {DEADLINE_S:g} s:\n{self.output}")
 
-    def kill_at(self, moment: Callable[[list[Event]], bool], what: str) -> list[Event]:
-        """Kill -9 the whole run at a moment of its log; the events that were written.
+    def kill_at(self, moment: Callable[[list[Event]], bool], what: str, everything: bool = True) -> list[Event]:
+        """Kill -9 the run at a moment of its log; the events that were written.
 
         Whoever watches is late: so the controller, which alone writes the log, is stopped first, and goes on
         where the moment has passed meanwhile.
@@ -220,24 +219,22 @@ class HeadwayProcess:
             self.wait_until(moment, what)
             self.descendants()
             os.kill(self.process.pid, signal.SIGSTOP)
-            if moment(events := self.events()):
-                self.kill()
-                return events
+            if moment(self.events()):
+                self.kill(everything)
+                return self.events()
             os.kill(self.process.pid, signal.SIGCONT)
 
-    def kill(self) -> None:
-        """Kill -9 the process group and everything it started, and see that nothing is left."""
-        left = self.descendants()
+    def kill(self, everything: bool = True) -> None:
+        """Kill -9 the process group, and with `everything` all that it started; either way nothing may be left."""
+        started = self.descendants()
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        for process in left:
-            try:
+        for process in started if everything else ():
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                pass
-        psutil.wait_procs(left, timeout=DEADLINE_S)
-        assert not self.descendants()
+        self.process.wait()
+        _, left = psutil.wait_procs(started, timeout=DEADLINE_S)
+        assert not left, f"outlived their controller: {[process.cmdline() for process in left]}"
 
     def wait(self) -> int:
         """Its exit code, when it has ended by itself."""

@@ -26,6 +26,7 @@ TRAIN, EVAL, SFT = arithmetic.train_rows(), arithmetic.eval_rows(), arithmetic.s
 def test_held_out_problems_never_appear_in_training_or_warm_up() -> None:
     held_out = {row["prompt"] for row in EVAL}
     assert len(EVAL) >= 512
+    assert len(held_out) >= 500
     assert held_out.isdisjoint({row["prompt"] for row in TRAIN + SFT})
 
 
@@ -37,17 +38,18 @@ def test_rows_are_the_same_at_every_call() -> None:
 def test_every_answer_is_the_sum_and_every_worked_step_is_true() -> None:
     for row in EVAL + SFT[:1000]:
         letters, terms = re.findall("[a-z]", row["prompt"]), [int(term) for term in re.findall("[0-9]+", row["prompt"])]
-        assert row["answer"] == str(sum(terms))
+        totals = list(itertools.accumulate(terms))
+        assert row["answer"] == str(totals[-1])
         *steps, answer = row["completion"].split(";")
-        assert answer == f"#{sum(terms)}"
-        totals = itertools.accumulate(terms)
-        worked = [f"{letter}+{term}={total}" for letter, term, total in zip(letters, terms, totals, strict=True)]
-        assert steps in ([], worked[1:])
+        assert answer == f"#{totals[-1]}"
+        worked = [f"{letters[i]}+{terms[i]}={totals[i]}" for i in range(1, len(terms))]
+        assert steps in ([], worked)
 
 
-def test_most_warm_up_examples_only_state_the_answer_and_a_third_work_it_out() -> None:
-    worked_out = sum(";" in row["completion"] for row in SFT) / len(SFT)
-    assert 0.3 < worked_out < 0.4
+def test_most_warm_up_examples_only_state_the_answer_and_the_rest_work_it_out() -> None:
+    answer_only = sum(";" not in row["completion"] for row in SFT) / len(SFT)
+    assert abs(answer_only - arithmetic.ANSWER_ONLY_SHARE) < 0.02
+    assert answer_only > 0.5
 
 
 def test_completions_to_imitate_earn_the_full_reward() -> None:
@@ -58,7 +60,7 @@ def test_answer_lengths_have_a_long_tail() -> None:
     lengths = sorted(len(row["completion"]) for row in TRAIN)
     median, longest = lengths[len(lengths) // 2], lengths[-1]
     assert 30 <= sum(lengths) / len(lengths) <= 80
-    assert 5 * median < longest <= 250
+    assert 4 * median < longest <= 250
 
 
 def test_the_example_alphabet_covers_every_row() -> None:

@@ -2,6 +2,7 @@
 
 import math
 import struct
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,16 @@ INTEGERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint3
 FLOATS = ("float16", "float32", "float64", "complex64")
 
 
+@codec.noun
+class OneField:
+    only: tuple[int, ...]
+
+
+@codec.noun
+class NoField:
+    pass
+
+
 def round_trip(value: Any) -> Any:
     return codec.decode(codec.encode(value))
 
@@ -45,6 +56,7 @@ def make_group() -> Group:
     [
         *(None, True, False, 0, -1, 2**63 - 1, 2**64 - 1, 0.1, math.inf, "", "η ≤ 4", b"", b"\x00\xff", [], {}, ()),
         *([1, [2, [3]]], {"a": {"b": None}}, {3: "an integer key"}, (1, ("a", ()), [2]), [(1, 2), (3,)]),
+        *({(1, "a"): "a tuple as key"}, [[]], [()], ([],), [(), [()]], [StopReason.STOP], {StopReason.STOP: 1}),
     ],
     ids=repr,
 )
@@ -90,6 +102,17 @@ def test_a_request_keeps_its_key_and_its_sampling() -> None:
     assert received.sampling.stop_tokens == (2, 7) and received.sampling.stop_strings == ("\n",)
 
 
+def test_nouns_of_one_field_and_of_none_come_back() -> None:
+    received = round_trip([OneField((1, 2)), NoField(), OneField(())])
+    assert [type(value) for value in received] == [OneField, NoField, OneField]
+    assert received[0].only == (1, 2) and received[2].only == ()
+
+
+def test_a_batch_of_many_groups_comes_back_in_order() -> None:
+    received = round_trip(tuple(replace(make_group(), id=id) for id in range(3000)))
+    assert type(received) is tuple and [group.id for group in received] == list(range(3000))
+
+
 def test_a_config_section_comes_back_as_itself() -> None:
     section = RunSection(dir="runs/x", seed=7, deadline_s=1.5)
     received = round_trip([section])[0]
@@ -100,6 +123,15 @@ def test_a_noun_is_checked_again_where_it_arrives() -> None:
     data = codec.encode(Reward(0, 0, 1.0)).replace(struct.pack(">d", 1.0), struct.pack(">d", math.nan))
     with pytest.raises(ValueError, match="a reward must be a finite number"):
         codec.decode(data)
+
+
+def test_a_mark_that_begins_no_list_is_not_taken_for_a_value() -> None:
+    name = b"RequestKey"
+    mark = codec.encode(RequestKey(1, 2))[1:].partition(name)[0] + name
+    with pytest.raises(TypeError, match="_Mark cannot travel"):
+        round_trip(codec.decode(b"\x92\x01" + mark))
+    with pytest.raises(TypeError, match="missing 2 required positional arguments"):
+        codec.decode(b"\x91" + mark)
 
 
 def test_numpy_scalars_are_refused_by_value() -> None:

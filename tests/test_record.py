@@ -294,7 +294,9 @@ doubles = st.floats(allow_nan=False, allow_infinity=False)
 def sequences(draw: st.DrawFn) -> Sequence:
     length = draw(st.integers(1, 5))
     whole, real = stn.arrays(np.int32, length, elements=ints), stn.arrays(np.float32, length, elements=float32s)
-    return Sequence(draw(whole), draw(real), draw(real), draw(whole))
+    versions, bits = draw(whole), draw(stn.arrays(np.bool_, length))
+    trained = bits & (versions != NOT_SAMPLED) & (np.arange(length) > 0)
+    return Sequence(draw(whole), trained.astype(np.float32), draw(real), versions)
 
 
 @st.composite

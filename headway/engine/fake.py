@@ -6,6 +6,7 @@ controller not to notice: versions are stamped, swaps lose nothing, fingerprints
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import numpy as np
 import xxhash
@@ -48,7 +49,8 @@ class FakeEngine:
             await self._going.wait()
             first = self.version
             if self.seconds_per_token:
-                await asyncio.wait([asyncio.ensure_future(aborted.wait())], timeout=length * self.seconds_per_token)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(aborted.wait(), length * self.seconds_per_token)
             await self._going.wait()
             versions = np.where(np.arange(length) < length // 2, first, self.version).astype(np.int32)
             self._num_generated += length

@@ -1,6 +1,6 @@
 """The embedded engine's core: continuous batching over one model, one `step` at a time. No asyncio in here.
 
-Each step admits waiting requests while sequences and memory allow, computes prompt keys and values (at most
+Each step admits waiting requests while sequences and memory allow, computes prompt keys and values (about
 `prefill_chunk` tokens), then decodes one token for every sequence whose keys and values are complete. A sequence
 always decodes from its last token, so a fresh prompt, a forked prompt, an interrupted and a preempted sequence all
 look alike: what is missing is prefilled, the rest is decode.
@@ -63,6 +63,7 @@ class Live:
         self.num_cached = 0
         self.kv_version = -1
         self.donor: Live | None = None  # the sequence whose prompt this one is going to fork
+        self.replays = False  # after a preemption in deterministic mode: decodes again what it had sampled
         self.num_sent = self.num_prompt
 
     @property
@@ -70,8 +71,12 @@ class Live:
         return self.num_tokens == self.num_prompt
 
     @property
-    def decodable(self) -> bool:
+    def up_to_date(self) -> bool:
         return self.num_cached == self.num_tokens - 1
+
+    @property
+    def decodable(self) -> bool:
+        return self.up_to_date or (self.replays and self.num_cached >= self.num_prompt - 1)
 
     def append(self, token: int, logprob: float, version: int) -> None:
         self.tokens[self.num_tokens] = token
@@ -100,6 +105,9 @@ class EngineCore:
         decode_text: Callable[[list[int]], str],
     ):
         self.model = model.eval().requires_grad_(False)
+        for parameter in model.parameters():
+            # A mapped file's tensors start at odd addresses, staged ones do not; single-row products differ by that.
+            parameter.data = parameter.data.clone()
         self.section = section
         self.max_context = max_context
         self.deterministic = deterministic
@@ -158,7 +166,10 @@ class EngineCore:
         if live.num_tokens >= self.max_context:
             self._outbox.append((str(request.key), live.completion(StopReason.CONTEXT)))
             return
-        self._waiting.append(live)
+        if request.urgent:
+            self._waiting.appendleft(live)
+        else:
+            self._waiting.append(live)
         self._waiting_prefixes[live.prefix] += 1
 
     def abort(self, key: RequestKey) -> None:
@@ -198,13 +209,15 @@ class EngineCore:
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.section.max_num_seqs:
             live = self._waiting[0]
-            row = self._kv.allocate(live.num_tokens + 1)
+            # Prefilled, what was sampled would differ in its last bits; a replay takes the very steps it took before.
+            replays = self.deterministic and not live.fresh
+            row = self._kv.allocate((live.num_prompt if replays else live.num_tokens) + 1)
             if row is None:
                 if not self._release_retained():
                     return
                 continue
             self._waiting.popleft()
-            live.row, live.num_cached, live.kv_version = row, 0, self.version
+            live.row, live.num_cached, live.kv_version, live.replays = row, 0, self.version, replays
             if live.fresh:
                 self._find_donor(live)
                 self._forget_waiting(live)
@@ -250,7 +263,7 @@ class EngineCore:
     def _make_room(self, live: Live) -> bool:
         """Grow `live` by a token, preempting the youngest when memory is full; False if that was `live` itself."""
         assert live.row is not None
-        while not self._kv.grow(live.row, live.num_tokens):
+        while not self._kv.grow(live.row, live.num_cached + 1):
             if self._release_retained():
                 continue
             if self._preempt_youngest() is live:
@@ -337,11 +350,14 @@ class EngineCore:
         ready = [ready[i] for i in decode_order(rows)]
         tokens, logprobs = self._decode_batch(ready)
         for live, token, logprob in zip(ready, tokens, logprobs, strict=True):
-            self._take_token(live, token, logprob)
+            if live.up_to_date:
+                self._take_token(live, token, logprob)
+            else:
+                live.num_cached += 1
         self._running = [live for live in self._running if live.row is not None]
 
     def _decode_batch(self, ready: list[Live]) -> tuple[list[int], list[float]]:
-        positions = [live.num_tokens - 1 for live in ready]
+        positions = [live.num_cached for live in ready]
         # Padded to a fixed number of rows, matrix products give a row the same result whoever shares the batch.
         num_rows = self.section.max_num_seqs if self.deterministic else len(ready)
         padding = [0] * (num_rows - len(ready))

@@ -50,16 +50,18 @@ def sample(logits_BV: Tensor, samplings: list[Sampling], uniforms_B: NDArray[np.
         weights_BV = torch.nn.functional.pad(weights_BV, (0, -vocab % _BLOCK))
     blocks = weights_BV.view(num_rows, -1, _BLOCK)
     masses = blocks.sum(-1).double()
-    normalizer_B = largest_B + masses.sum(-1).log().float()
+    log_mass_B = masses.sum(-1).log().float()
     for row, sampling in enumerate(samplings):
         if sampling.top_k or sampling.top_p < 1:
             _truncate(weights_BV[row], sampling)
             masses[row] = blocks[row].sum(-1).double()
-    tokens_B = _invert(blocks, masses, torch.from_numpy(uniforms_B))
+    # Weights that are not numbers point nowhere; the log-prob of whatever is taken says NaN, and the trainer sees it.
+    tokens_B = _invert(blocks, masses, torch.from_numpy(uniforms_B)).clamp_(max=vocab - 1)
     greedy_B = torch.tensor([s.temperature == 0 for s in samplings])
     if greedy_B.any():
         tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), tokens_B)
-    logprobs_B = scaled_BV.gather(-1, tokens_B[:, None]).squeeze(-1) - normalizer_B
+    # The maximum first: added to it, the mass of large logits would be rounded away.
+    logprobs_B = scaled_BV.gather(-1, tokens_B[:, None]).squeeze(-1) - largest_B - log_mass_B
     return tokens_B, logprobs_B
 
 

@@ -1,0 +1,98 @@
+"""The quickstart: build a small model, warm it up, improve it by asynchronous RL, and put η = 0 beside it.
+
+    make quickstart          (or: python examples/quickstart.py [--section.key=value ...])
+
+Everything it does is a `headway` command of its own: `headway sft`, `headway train`, and `headway train` once more
+with staleness.max_staleness = 0 for a few steps from the same weights, to see what asynchrony is worth here.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from headway import launch
+from headway.config import Config, load
+from headway.errors import HeadwayError
+from headway.events import read
+from headway.ledger import fold
+from headway.record import EVENTS_NAME
+from headway.report import Summary, table, write_report
+from headway.view import open_view
+
+CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
+SYNC_STEPS = 15
+# In turns, each side has both cores to itself: this is the faster of the settings tried for η = 0.
+SYNC_SETTINGS = ["--staleness.max_staleness=0", "--engine.threads=2", "--trainer.threads=2", "--task.eval="]
+
+
+def warm_up(config: Config, console: Console) -> None:
+    """`headway sft`: skipped where the model is there already."""
+    from headway.sft import sft
+
+    if (Path(config.model.path) / "config.json").is_file():
+        console.print(f"1. the warmed-up model is in {config.model.path}")
+        return
+    console.print(f"1. warming up a new model on worked examples, {config.sft.steps} steps")
+    columns = (TextColumn("  "), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}"), console=console) as bar:
+        task = bar.add_task("", total=config.sft.steps, loss=float("nan"))
+        sft(config, lambda done, total, loss: bar.update(task, completed=done, loss=loss))
+
+
+def train(config: Config) -> Summary:
+    """`headway train`, resumed where an earlier attempt was interrupted."""
+    events = Path(config.run.dir) / EVENTS_NAME
+    history = read(events) if events.exists() else []
+    view = open_view(sys.stdout, history)
+    try:
+        return asyncio.run(launch.train(config, resume=bool(history), view=view))
+    finally:
+        view.close()
+
+
+def wall_of_first(run: Path, num_steps: int) -> float:
+    """Seconds from the first admission to the end of the given training step."""
+    events = read(run / EVENTS_NAME)
+    started = next(event.time for event in events if event.kind == "admitted")
+    return next(event.time for event in events if event.kind == "trained" and event["version"] == num_steps) - started
+
+
+def compare(config: Config, arguments: list[str]) -> dict[str, float]:
+    """The first steps once more, at η = 0, from the same weights and prompts."""
+    run = Path(config.run.dir)
+    num_steps = min(SYNC_STEPS, config.run.steps)
+    sync_run = run / "sync"
+    synchronous = load(CONFIG, [*arguments, *SYNC_SETTINGS, f"--run.dir={sync_run}", f"--run.steps={num_steps}"])
+    if not (sync_run / "summary.json").exists():
+        train(synchronous)
+    measured_sync, measured_async = wall_of_first(sync_run, num_steps), wall_of_first(run, num_steps)
+    return {"sync_steps": num_steps, "sync_measured_s": measured_sync, "async_measured_s": measured_async}
+
+
+def main() -> None:
+    console, arguments = Console(highlight=False), sys.argv[1:]
+    config = load(CONFIG, arguments)
+    run = Path(config.run.dir)
+    warm_up(config, console)
+    if (run / EVENTS_NAME).exists() and fold(read(run / EVENTS_NAME)).status == "finished":
+        console.print(f"2. {run} is finished already; remove it to train again")
+    else:
+        console.print(f"2. asynchronous training, {config.run.steps} steps, η = {config.staleness.max_staleness}")
+        train(config)
+    console.print(f"3. the first {min(SYNC_STEPS, config.run.steps)} steps again, synchronously (η = 0)")
+    measured = compare(config, arguments)
+    ratio = measured["sync_measured_s"] / measured["async_measured_s"]
+    wall_s = write_report(run).wall_s
+    summary = write_report(run, measured | {"speedup": ratio, "wall_s_sync": (wall_s or 0.0) * ratio})
+    console.print(table(summary))
+    console.print(f"curves and timeline: {run / 'report.png'}   figures: {run / 'summary.json'}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except HeadwayError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,376 @@
+"""One model definition on both sides: our attention and fused log-probs against plain transformers, FSDP2 or not.
+
+Invariant 12: the gradient does not depend on packing, nor on the rank count.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from training import distance, gradients_of, plain_model, reference_logprobs
+
+from headway import models
+from headway.config import InitSection
+from headway.errors import ConfigError
+from headway.models import (
+    PackedAttention,
+    Policy,
+    build_model,
+    causal_attention,
+    full_tensor,
+    linear_logprobs,
+    load_config,
+    load_model,
+    model_shape,
+    named_weights,
+    wrap,
+)
+
+FAMILIES = ["llama", "llama-untied", "qwen2", "qwen2-tied", "qwen3"]
+Variant = Callable[[str], str]
+
+
+def draw_rows(lengths: list[int], seed: int = 0) -> list[Any]:
+    random = np.random.default_rng(seed)
+    return [random.integers(3, 52, length) for length in lengths]
+
+
+def policy_logprobs(policy: Policy, rows: list[Any], temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of every token of every row but the first, packed end to end."""
+    lengths = [len(row) for row in rows]
+    starts = np.cumsum([0, *lengths[:-1]])
+    where = np.concatenate([np.arange(1, length) + start for length, start in zip(lengths, starts, strict=True)])
+    out: tuple[Tensor, Tensor] = policy(
+        torch.from_numpy(np.concatenate(rows)).long(),
+        torch.cat([torch.arange(length) for length in lengths]),
+        lengths,
+        torch.from_numpy(where),
+        torch.full((len(where),), temperature),
+    )
+    return out
+
+
+# The fused linear log-prob
+
+
+def head_case(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden_TC = torch.randn(num_tokens, 16, generator=generator)
+    weight_VC = torch.randn(300, 16, generator=generator)
+    targets_T = torch.randint(0, 300, (num_tokens,), generator=generator)
+    temperature_T = torch.tensor([0.3, 0.7, 1.0, 2.5]).repeat(num_tokens)[:num_tokens]
+    return hidden_TC, weight_VC, targets_T, temperature_T
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 49, 50, 2048])
+def test_fused_log_probs_and_entropies_are_those_of_log_softmax(chunk: int) -> None:
+    hidden_TC, weight_VC, targets_T, temperature_T = head_case(50)
+    logprobs_T, entropy_T = linear_logprobs(hidden_TC, weight_VC, targets_T, temperature_T, chunk)
+    exact_TV = torch.log_softmax(hidden_TC.double() @ weight_VC.double().T / temperature_T[:, None].double(), -1)
+    assert logprobs_T.dtype == entropy_T.dtype == torch.float32
+    torch.testing.assert_close(logprobs_T.double(), exact_TV.gather(-1, targets_T[:, None])[:, 0], rtol=2e-6, atol=1e-5)
+    torch.testing.assert_close(entropy_T.double(), -(exact_TV.exp() * exact_TV).sum(-1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [7, 2048])
+def test_fused_gradients_are_those_of_log_softmax(chunk: int) -> None:
+    hidden_TC, weight_VC, targets_T, temperature_T = head_case(50)
+    upstream_T = torch.linspace(-2, 3, 50)
+    inputs = [hidden_TC.clone().requires_grad_(), weight_VC.clone().requires_grad_()]
+    found, _ = linear_logprobs(inputs[0], inputs[1], targets_T, temperature_T, chunk)
+    (found * upstream_T).sum().backward()
+    exact = [hidden_TC.double().requires_grad_(), weight_VC.double().requires_grad_()]
+    logits_TV = exact[0] @ exact[1].T / temperature_T[:, None].double()
+    (torch.log_softmax(logits_TV, -1).gather(-1, targets_T[:, None])[:, 0] * upstream_T.double()).sum().backward()
+    for mine, reference in zip(inputs, exact, strict=True):
+        assert mine.grad is not None and reference.grad is not None
+        torch.testing.assert_close(mine.grad.double(), reference.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_log_probs_of_certain_and_impossible_tokens_stay_finite() -> None:
+    hidden_TC, weight_VC = torch.full((2, 1), 100.0), torch.tensor([[100.0], [-100.0]])
+    logprobs_T, entropy_T = linear_logprobs(hidden_TC, weight_VC, torch.tensor([0, 1]), torch.ones(2), 8)
+    assert logprobs_T.tolist() == [0.0, -20000.0] and entropy_T.tolist() == [0.0, 0.0]
+
+
+def test_no_tokens_have_no_log_probs_and_no_gradient() -> None:
+    hidden_TC, weight_VC, targets_T, temperature_T = head_case(0)
+    logprobs_T, entropy_T = linear_logprobs(hidden_TC, weight_VC.requires_grad_(), targets_T, temperature_T, 8)
+    assert logprobs_T.shape == entropy_T.shape == (0,)
+    logprobs_T.sum().backward()
+    assert weight_VC.grad is not None and not weight_VC.grad.any()
+
+
+class Largest(TorchDispatchMode):
+    """Remembers how many elements the largest tensor made inside it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [tensor.numel() for tensor in (out if isinstance(out, tuple) else (out,)) if isinstance(tensor, Tensor)]
+        self.num_elements = max(self.num_elements, *sizes, 0)
+        return out
+
+
+def test_full_logits_never_exist_forward_or_backward() -> None:
+    num_tokens, chunk = 50, 7
+    hidden_TC, weight_VC, targets_T, temperature_T = head_case(num_tokens)
+    with Largest() as largest:
+        logprobs_T, _ = linear_logprobs(
+            hidden_TC.requires_grad_(), weight_VC.requires_grad_(), targets_T, temperature_T, chunk
+        )
+        logprobs_T.sum().backward()
+    assert chunk * 300 <= largest.num_elements < 2 * weight_VC.numel() < num_tokens * 300
+    with Largest() as largest:
+        linear_logprobs(hidden_TC, weight_VC, targets_T, temperature_T, num_tokens)
+    assert largest.num_elements == num_tokens * 300
+
+
+def test_bf16_operands_give_fp32_logits() -> None:
+    hidden_TC, weight_VC, targets_T, temperature_T = head_case(20)
+    hidden_TC, weight_VC = hidden_TC.bfloat16(), weight_VC.bfloat16()
+    found, _ = linear_logprobs(hidden_TC, weight_VC, targets_T, temperature_T, 8)
+    exact_TV = torch.log_softmax(hidden_TC.double() @ weight_VC.double().T / temperature_T[:, None].double(), -1)
+    torch.testing.assert_close(found.double(), exact_TV.gather(-1, targets_T[:, None])[:, 0], rtol=2e-6, atol=1e-5)
+
+
+# Attention
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_log_probs_are_those_of_plain_transformers(
+    tiny_variant: Variant, family: str, temperature: float
+) -> None:
+    rows = draw_rows([9, 2, 30, 17])
+    with torch.no_grad():
+        found, entropy = policy_logprobs(Policy(load_model(tiny_variant(family)), 16), rows, temperature)
+        expected = reference_logprobs(plain_model(tiny_variant(family)), rows, [temperature] * len(rows))
+    torch.testing.assert_close(found, torch.cat([logprobs[1:] for logprobs in expected]), rtol=0, atol=1e-5)
+    assert (entropy > 0).all() and (entropy <= np.log(52)).all()
+
+
+def test_a_sequence_attends_to_nothing_of_its_neighbours_in_the_pack(tiny_model: str) -> None:
+    policy = Policy(load_model(tiny_model), 64)
+    first, second, third = draw_rows([8, 12, 5])
+    with torch.no_grad():
+        alone, _ = policy_logprobs(policy, [second], 1.0)
+        packed, _ = policy_logprobs(policy, [first, second, third], 1.0)
+    torch.testing.assert_close(packed[7 : 7 + 11], alone, rtol=0, atol=1e-6)
+
+
+def test_the_last_queries_of_a_longer_past_see_all_keys_before_them() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(heads, 10, 8, generator=generator) for heads in (4, 2, 2))
+    whole = causal_attention(query, key, value, 0.3)
+    torch.testing.assert_close(causal_attention(query[:, 7:], key, value, 0.3), whole[:, 7:], rtol=0, atol=1e-6)
+    packed = PackedAttention([10]).attend(0, query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), 0.3)
+    torch.testing.assert_close(packed.transpose(0, 1), whole, rtol=0, atol=1e-6)
+
+
+# FSDP2
+
+
+@pytest.fixture
+def one_rank_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    return init_device_mesh("cpu", (1,))
+
+
+def summed_gradients(policy: Policy, parts: list[list[Any]], denominator: int) -> dict[str, Tensor]:
+    """Gradients of a weighted sum of log-probs over a global denominator, in as many passes as there are parts."""
+    for rows in parts:
+        logprobs_M, _ = policy_logprobs(policy, rows, 0.7)
+        (logprobs_M * torch.linspace(0.5, 1.5, len(logprobs_M))).sum().div(denominator).backward()
+    return gradients_of(policy, "model.")
+
+
+def test_invariant_12_one_wrapped_rank_has_the_gradient_of_the_unwrapped_module(
+    tiny_model: str, one_rank_mesh: DeviceMesh
+) -> None:
+    parts = [draw_rows([20, 9]), draw_rows([4, 14], seed=1)]
+    plain, wrapped = (Policy(load_model(tiny_model), 16).train() for _ in range(2))
+    wrap(wrapped, one_rank_mesh, torch.float32)
+    assert distance(summed_gradients(wrapped, parts, 43), summed_gradients(plain, parts, 43)) < 1e-6
+
+
+def test_wrapped_parameters_are_fp32_before_and_after_a_pass_that_has_no_backward(
+    tiny_model: str, one_rank_mesh: DeviceMesh
+) -> None:
+    policy = Policy(load_model(tiny_model), 16).train()
+    wrap(policy, one_rank_mesh, torch.bfloat16)
+    names = [name for name, _ in policy.named_parameters()]
+    before = {name: full_tensor(parameter.detach()).clone() for name, parameter in policy.named_parameters()}
+    with torch.no_grad():
+        policy_logprobs(policy, draw_rows([20]), 1.0)
+    after = {name: full_tensor(parameter.detach()) for name, parameter in policy.named_parameters()}
+    assert list(after) == names and all(tensor.dtype == torch.float32 for tensor in after.values())
+    assert all(torch.equal(before[name], after[name]) for name in names)
+
+
+def test_a_wrapped_bf16_pass_is_that_of_a_model_loaded_in_bf16_at_any_temperature(
+    tiny_model: str, one_rank_mesh: DeviceMesh
+) -> None:
+    policy = Policy(load_model(tiny_model), 16).train()
+    wrap(policy, one_rank_mesh, torch.bfloat16)
+    with torch.no_grad():
+        found, _ = policy_logprobs(policy, draw_rows([20, 6]), 0.7)
+        expected, _ = policy_logprobs(Policy(load_model(tiny_model, torch.bfloat16), 16), draw_rows([20, 6]), 0.7)
+    assert torch.equal(found, expected)
+
+
+TWO_RANKS = """
+import sys
+sys.path.insert(0, "tests")
+import torch, torch.distributed as dist
+from headway.models import Policy, load_model, shard
+from test_models import draw_rows, summed_gradients
+path, store, rank, out = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+policy = Policy(load_model(path), 16).train()
+shard(policy, torch.float32)
+gradients = summed_gradients(policy, [draw_rows([20, 9], seed=rank)], 54)
+if rank == 0:
+    torch.save(gradients, out)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_invariant_12_two_ranks_with_half_the_sequences_each_have_the_gradient_of_one(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", TWO_RANKS, tiny_model, str(tmp_path / "store")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parent.parent
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "gradients")], cwd=root, env=environment)
+        for rank in range(2)
+    ]
+    assert [rank.wait(240) for rank in ranks] == [0, 0]
+    parts = [draw_rows([20, 9], seed=rank) for rank in range(2)]
+    expected = summed_gradients(Policy(load_model(tiny_model), 16).train(), parts, 54)
+    assert distance(torch.load(tmp_path / "gradients"), expected) < 2e-6
+
+
+# Loading
+
+
+@pytest.fixture
+def copied(tiny_model: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def refused(load: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as error:
+        load()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
+    said = refused(lambda: load_config(str(tmp_path)))
+    assert said == f"{tmp_path} is not a model directory: it has no config.json"
+
+
+def test_a_damaged_config_is_one_sentence(copied: Path) -> None:
+    (copied / "config.json").write_text("{")
+    assert refused(lambda: load_model(str(copied))).startswith(f"model {copied} cannot be read: ")
+
+
+def test_a_family_the_engine_cannot_run_is_refused_by_name(copied: Path) -> None:
+    (copied / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
+    said = refused(lambda: load_config(str(copied)))
+    assert said == (
+        f"{copied} is a mixtral model, which the embedded engine does not run; "
+        "use one of the families llama, qwen2, qwen3, or a vLLM engine"
+    )
+
+
+def test_sliding_windows_are_refused(tiny_variant: Variant, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(tiny_variant("qwen2"), tmp_path / "model"))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"use_sliding_window": True, "sliding_window": 8}))
+    said = refused(lambda: load_config(str(directory)))
+    assert said == f"{directory} uses sliding-window attention, which the embedded engine does not run"
+
+
+def test_a_model_without_weights_is_one_sentence(copied: Path) -> None:
+    (copied / "model.safetensors").unlink()
+    assert refused(lambda: load_model(str(copied))).startswith(f"the weights of {copied} cannot be loaded: ")
+
+
+def test_a_half_copied_weight_file_is_one_sentence(copied: Path) -> None:
+    os.truncate(copied / "model.safetensors", 5000)
+    assert refused(lambda: load_model(str(copied))).startswith(f"the weights of {copied} cannot be loaded: ")
+
+
+def test_a_tensor_missing_from_the_weights_is_named_rather_than_drawn_at_random(copied: Path) -> None:
+    tensors = load_file(copied / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    said = refused(lambda: load_model(str(copied)))
+    assert said == (
+        f"the weights of {copied} are incomplete: model.layers.1.mlp.up_proj.weight is missing; fetch the model again"
+    )
+
+
+def test_a_tensor_of_another_shape_is_refused(copied: Path) -> None:
+    tensors = load_file(copied / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:8].contiguous()
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    assert refused(lambda: load_model(str(copied))).startswith(f"the weights of {copied} cannot be loaded: ")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_published_names_are_those_save_pretrained_writes_and_the_head(tiny_variant: Variant, family: str) -> None:
+    path = tiny_variant(family)
+    written = load_file(Path(path) / "model.safetensors")
+    named = named_weights(load_model(path))
+    assert named.keys() == written.keys() | {"lm_head.weight"}
+    assert all(torch.equal(named[name].detach(), tensor) for name, tensor in written.items())
+    assert (named["lm_head.weight"] is named["model.embed_tokens.weight"]) == ("lm_head.weight" not in written)
+
+
+def test_a_built_model_depends_on_its_seed_alone_and_leaves_the_random_state_alone() -> None:
+    init = InitSection(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=48)
+    before = torch.get_rng_state()
+    one, same, other = (build_model(init, 20, 0, 1, 64, seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(before, torch.get_rng_state())
+    weights = [named_weights(model) for model in (one, same, other)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not torch.equal(weights[0]["lm_head.weight"], weights[2]["lm_head.weight"])
+    shape = model_shape(one.config)
+    assert (shape.hidden_size, shape.num_layers, shape.num_kv_heads, shape.head_dim) == (32, 1, 1, 16)
+
+
+def test_head_logits_are_asked_for_in_chunks(monkeypatch: pytest.MonkeyPatch, tiny_model: str) -> None:
+    sizes: list[int] = []
+    exact = models.head_logits
+
+    def counting(hidden_TC: Tensor, weight_VC: Tensor) -> Tensor:
+        sizes.append(len(hidden_TC))
+        return exact(hidden_TC, weight_VC)
+
+    monkeypatch.setattr(models, "head_logits", counting)
+    policy_logprobs(Policy(load_model(tiny_model), 7), draw_rows([20, 32]), 1.0)[0].sum().backward()
+    assert sizes == [7] * 7 + [1] + [7] * 7 + [1]
