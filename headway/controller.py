@@ -10,6 +10,8 @@ training step's weights travel to the engines beside the next step. Everything t
 Invariants that live here:
   1. One admission authority: every admission asks `StalenessControl` with the lowest version confirmed by all engines.
   2. Nothing vanishes: the ledger is checked after every training step.
+  4. η = 0 is synchronous training: no line here asks whether it is; Eq. 3 alone makes generation and training take turns.
+  6. Parity: after each swap, engine and trainer score the same probe, and the largest difference is an event.
  11. Weight sync is proved at every load: fingerprints are compared before a version counts as confirmed.
  13. Generation waits for little: no loop that feeds the engines waits for training, saving, evaluation or logging.
 """
@@ -20,7 +22,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -38,8 +39,6 @@ from headway.trainer import Trainer
 from headway.types import Admission, Batch, DropReason, Group, Ints, Prompt, Sampling, Scores, StepReport, WeightUpdate
 from headway.view import View
 from headway.weights import digest
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -214,7 +213,12 @@ class Controller:
             await self._save_and_evaluate()
 
     async def _take_batch(self) -> tuple[Group, ...]:
-        return await self._deadline(self.buffer.take_batch(), f"{self.staleness.batch_groups} finished groups")
+        """Waits longer than any call to a worker may take, so that a silent worker is named rather than its groups."""
+        seconds = 2 * self.config.run.deadline_s
+        with suppress(TimeoutError):
+            return await asyncio.wait_for(self.buffer.take_batch(), seconds)
+        what = f"{self.staleness.batch_groups} finished groups"
+        raise DeadlineExceeded(f"waited more than {seconds:g} s for {what}; raise run.deadline_s if that is too short")
 
     async def _accept(self, batch: Batch, report: StepReport, wait_s: float) -> None:
         """A training step succeeded: publish, record, and let the weights travel beside the next step."""
@@ -357,12 +361,6 @@ class Controller:
                 admission_wait_s=self._admission_wait_s,
                 trainer_wait_s=self._trainer_wait_s,
             )
-
-    async def _deadline(self, awaited: Awaitable[T], what: str) -> T:
-        seconds = self.config.run.deadline_s
-        with suppress(TimeoutError):
-            return await asyncio.wait_for(awaited, seconds)
-        raise DeadlineExceeded(f"waited more than {seconds:g} s for {what}; raise run.deadline_s if that is too short")
 
 
 def parity(one: Scores, other: Scores) -> float:

@@ -29,7 +29,7 @@ from headway.metrics import Metrics
 from headway.prompts import PromptStream, load_prompts
 from headway.record import EVENTS_NAME, RunLog
 from headway.report import Summary, write_report
-from headway.runtime import InlineRuntime, LocalRuntime, Runtime
+from headway.runtime import InlineRuntime, LocalRuntime, Runtime, with_deadline
 from headway.staleness import StalenessControl, resolve_window
 from headway.tokenizer import load_tokenizer
 from headway.types import Admission, Batch, Group, Ints, Prompt, Sampling, StepReport
@@ -221,7 +221,8 @@ async def start_rollout(runtime: Runtime, config: Config, engine: Engine) -> "li
         )
         for number in range(config.rollout.workers)
     )
-    return list(await _together(*started))
+    # Its own calls, to the engine and the reward pool, must expire first, so that whoever is silent is named.
+    return [with_deadline(worker, 2 * config.run.deadline_s) for worker in await _together(*started)]
 
 
 async def _start_all(runtime: Runtime, prepared: Prepared) -> "Workers":

@@ -73,11 +73,3 @@ def tiny_variant(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], st
 def tiny_model(tiny_variant: Callable[[str], str]) -> str:
     """A model directory every part of Headway can load within milliseconds."""
     return tiny_variant("llama")
-
-
-@pytest.fixture
-def one_thread() -> None:
-    """torch on one thread, as deterministic runs have it."""
-    import torch
-
-    torch.set_num_threads(1)

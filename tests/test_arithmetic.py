@@ -25,8 +25,7 @@ TRAIN, EVAL, SFT = arithmetic.train_rows(), arithmetic.eval_rows(), arithmetic.s
 
 def test_held_out_problems_never_appear_in_training_or_warm_up() -> None:
     held_out = {row["prompt"] for row in EVAL}
-    assert len(EVAL) >= 512
-    assert len(held_out) >= 500
+    assert len(held_out) == len(EVAL) >= 512
     assert held_out.isdisjoint({row["prompt"] for row in TRAIN + SFT})
 
 
@@ -35,14 +34,14 @@ def test_rows_are_the_same_at_every_call() -> None:
     assert arithmetic.train_rows() == TRAIN
 
 
-def test_every_answer_is_the_sum_and_every_worked_step_is_true() -> None:
+def test_every_answer_is_where_the_dial_ends_and_every_worked_step_is_true() -> None:
     for row in EVAL + SFT[:1000]:
         letters, terms = re.findall("[a-z]", row["prompt"]), [int(term) for term in re.findall("[0-9]+", row["prompt"])]
-        totals = list(itertools.accumulate(terms))
-        assert row["answer"] == str(totals[-1])
+        dial = [total % 10 for total in itertools.accumulate(terms)]
+        assert row["answer"] == str(dial[-1])
         *steps, answer = row["completion"].split(";")
-        assert answer == f"#{totals[-1]}"
-        worked = [f"{letters[i]}+{terms[i]}={totals[i]}" for i in range(1, len(terms))]
+        assert answer == f"#{dial[-1]}"
+        worked = [f"{letters[i]}{dial[i - 1]}+{terms[i]}={dial[i]}" for i in range(1, len(terms))]
         assert steps in ([], worked)
 
 
@@ -60,7 +59,7 @@ def test_answer_lengths_have_a_long_tail() -> None:
     lengths = sorted(len(row["completion"]) for row in TRAIN)
     median, longest = lengths[len(lengths) // 2], lengths[-1]
     assert 30 <= sum(lengths) / len(lengths) <= 80
-    assert 4 * median < longest <= 250
+    assert 3 * median < longest <= 250
 
 
 def test_the_example_alphabet_covers_every_row() -> None:

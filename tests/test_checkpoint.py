@@ -5,7 +5,6 @@ Invariant 14: a crash loses nothing.
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from training import make_batch, make_trainer, plain_model, same_bits, state_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -147,13 +147,18 @@ def test_a_flipped_bit_anywhere_in_a_slot_is_detected_and_the_slot_named(tmp_pat
 
 def test_a_damaged_tensor_is_named(tmp_path: Path) -> None:
     save(tmp_path / "a", 4)
-    path = tmp_path / "a" / "state.safetensors"
     other = tensors_for(4) | {"weights/vector": torch.zeros(5, dtype=torch.bfloat16)}
-    save_other = tmp_path / "other"
-    checkpoint.save(save_other, 4, other, {})
-    shutil.copy(save_other / "state.safetensors", path)
+    save_file(other, tmp_path / "a" / "state.safetensors")
     said = f"checkpoint {tmp_path / 'a'} is damaged: weights/vector is not as it was saved"
     assert refusal(tmp_path / "a") == said
+
+
+def test_the_same_bytes_in_another_shape_or_type_are_not_the_same_tensor(tmp_path: Path) -> None:
+    save(tmp_path / "a", 4)
+    matrix = tensors_for(4)["weights/matrix"]
+    for other in (matrix.view(4, 3), matrix.view(torch.int32)):
+        save_file(tensors_for(4) | {"weights/matrix": other}, tmp_path / "a" / "state.safetensors")
+        assert refusal(tmp_path / "a").endswith(" is damaged: weights/matrix is not as it was saved")
 
 
 def test_a_version_changed_by_hand_is_detected(tmp_path: Path) -> None:

@@ -95,6 +95,20 @@ def test_prompt_kv_is_never_forked_into_a_sequence_that_starts_under_a_newer_ver
         assert core.stats().num_prefilled == 2 * 99, "once under each version"
 
 
+def test_a_sequence_that_kept_its_old_kv_never_becomes_the_one_others_fork(tiny_model: str) -> None:
+    """The first runs on with old keys and values; the second starts anew and ends; the third must not fork the first."""
+    new, swapper = plain_model(tiny_model, noise_seed=1), Swapper()
+    requests = [make_request(prompt(100), trajectory=i, max_tokens=num) for i, num in enumerate([60, 5, 5])]
+    core = make_core(tiny_model)
+    events = {12: lambda core: swapper.swap(core, new, "keep")}
+    outcome = drive(core, requests, arrivals=[0, 14, 25], events=events)
+    for request in requests[1:]:
+        tokens = np.concatenate([request.tokens, outcome[request].tokens])
+        expected = teacher_forced(new, tokens)[100:]
+        np.testing.assert_allclose(outcome[request].logprobs, expected, atol=1e-5, rtol=0)
+    assert len(outcome[requests[0]].tokens) == 60 and core.stats().num_prefilled == 3 * 99
+
+
 def test_a_prompt_half_computed_at_a_swap_is_computed_anew(tiny_model: str) -> None:
     """Under `keep` too: keys and values of two versions must not meet in one prompt."""
     models, swapper = [plain_model(tiny_model), plain_model(tiny_model, noise_seed=1)], Swapper()
@@ -233,14 +247,14 @@ class Scenario:
 def random_scenario(seed: int) -> Scenario:
     draw = np.random.default_rng(seed)
     requests: list[Request] = []
-    for group in range(int(draw.integers(3, 9))):
+    for group in range(int(draw.integers(3, 7))):
         tokens = prompt(int(draw.choice([1, 2, 20, 33, 63, 64, 65, 120, 250, 300])), seed=int(draw.integers(0, 3)))
         for trajectory in range(int(draw.integers(1, 6))):
-            requests.append(make_request(tokens, group, trajectory, max_tokens=int(draw.integers(1, 90))))
+            requests.append(make_request(tokens, group, trajectory, max_tokens=int(draw.integers(1, 50))))
     order = draw.permutation(len(requests))
-    horizon = int(draw.choice([1, 30, 120]))
-    policies = [["keep"], ["recompute"], ["keep", "recompute"]][int(draw.integers(0, 3))]
-    times = draw.integers(0, 150, 12).tolist()
+    horizon = int(draw.choice([1, 20, 60]))
+    policies = [["keep"], ["recompute"], ["keep", "recompute"]][seed % 3]
+    times = draw.integers(0, 90, 12).tolist()
     aborts: dict[int, list[Request]] = {}
     for time in times[:4]:
         aborts.setdefault(time, []).append(requests[int(draw.integers(0, len(requests)))])
@@ -251,11 +265,11 @@ def random_scenario(seed: int) -> Scenario:
         swaps={time: str(draw.choice(policies)) for time in times[4 : 4 + int(draw.integers(0, 6))]},
         scores={time: prompt(int(draw.integers(2, 400))) for time in times[10 : 10 + int(draw.integers(0, 3))]},
         settings={
-            "max_num_seqs": int(draw.choice([1, 2, 5, 24])),
+            "max_num_seqs": int(draw.choice([2, 5, 20])),
             "kv_tokens": int(draw.choice([SMALL, SMALL, 3 * 2048, 65536])),
             "prefill_chunk": int(draw.choice([16, 48, 512])),
             "chunk_tokens": int(draw.choice([1, 8, 32])),
-            "deterministic": bool(draw.integers(0, 2)),
+            "deterministic": seed % 2 == 0,
         },
     )
 
@@ -279,7 +293,7 @@ def play(path: str, scenario: Scenario) -> tuple[Outcome, EngineCore]:
     return drive(core, scenario.requests, scenario.arrivals, events), core
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(12))
 def test_any_history_completes_each_request_once_with_the_tokens_of_an_undisturbed_run(
     tiny_model: str, seed: int
 ) -> None:

@@ -105,7 +105,8 @@ def test_invariant_14_fifty_kill_points_lose_nothing(
     path, config = config_of(eta, tmp_path, tiny_model)
     after = 1 + point * (num_events - 2) // (NUM_POINTS - 1)
     written = kill_after(after, random.Random(point).uniform(0.0, 0.03), path, Path(config.run.dir))
-    check_record(config, written)
+    state = check_record(config, written)
+    assert not state.status or point > 40, "it came to its end before it was killed"
     run_inline(config, resume=True)
     events = events_of(config)
     check_finished(config, events)

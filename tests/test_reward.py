@@ -94,6 +94,10 @@ def write_to_every_descriptor(task):
         except OSError: pass
 
 def close_every_descriptor(task): os.closerange(3, 256)
+def kill_keeper(task):
+    os.kill(os.getppid(), 9)
+    time.sleep(30)
+
 def leave_a_thread_and_crash(task):
     threading.Thread(target=time.sleep, args=(600,)).start()
     os.closerange(3, 256)
@@ -106,7 +110,7 @@ ACTIONS = {
     "hang": hang, "hang_deaf": hang_deaf, "hang_with_family": hang_with_family, "leave_family": leave_family,
     "fork_and_return": fork_and_return, "fork_and_exit": fork_and_exit, "print": print_much, "read": read_input,
     "exit": lambda task: os._exit(3), "segfault": lambda task: os.kill(os.getpid(), 11),
-    "out of memory": lambda task: os.kill(os.getpid(), 9), "kill keeper": lambda task: os.kill(os.getppid(), 9),
+    "out of memory": lambda task: os.kill(os.getpid(), 9), "kill keeper": kill_keeper,
     "write": write_to_every_descriptor, "close": close_every_descriptor, "thread": leave_a_thread_and_crash,
     "break": break_the_source, "nothing": lambda task: None,
 }
