@@ -10,7 +10,7 @@ training step's weights travel to the engines beside the next step. Everything t
 Invariants that live here:
   1. One admission authority: every admission asks `StalenessControl` with the lowest version confirmed by all engines.
   2. Nothing vanishes: the ledger is checked after every training step.
-  4. η = 0 is synchronous training: no line here asks whether it is; Eq. 3 alone makes generation and training take turns.
+  4. η = 0 is synchronous training: no line here asks whether it is; Eq. 3 alone makes the two sides take turns.
   6. Parity: after each swap, engine and trainer score the same probe, and the largest difference is an event.
  11. Weight sync is proved at every load: fingerprints are compared before a version counts as confirmed.
  13. Generation waits for little: no loop that feeds the engines waits for training, saving, evaluation or logging.
@@ -215,8 +215,10 @@ class Controller:
     async def _take_batch(self) -> tuple[Group, ...]:
         """Waits longer than any call to a worker may take, so that a silent worker is named rather than its groups."""
         seconds = 2 * self.config.run.deadline_s
+        # Not wait_for, which on Python 3.11 loses a cancellation that comes as its wait ends: the run would not stop.
         with suppress(TimeoutError):
-            return await asyncio.wait_for(self.buffer.take_batch(), seconds)
+            async with asyncio.timeout(seconds):
+                return await self.buffer.take_batch()
         what = f"{self.staleness.batch_groups} finished groups"
         raise DeadlineExceeded(f"waited more than {seconds:g} s for {what}; raise run.deadline_s if that is too short")
 

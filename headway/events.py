@@ -134,7 +134,8 @@ class EventLog:
             self._check_open()
             done = self._request_flush()
         try:
-            await asyncio.wait_for(asyncio.wrap_future(done), self._deadline_s)
+            async with asyncio.timeout(self._deadline_s):  # wait_for, on Python 3.11, can lose a cancellation
+                await asyncio.wrap_future(done)
         except TimeoutError:
             raise self._too_slow() from None
 

@@ -15,11 +15,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is first imported,
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz +-*/=().,:?\n"
 CONTEXT = 512
-VARIANTS = ("llama", "llama-untied", "qwen2", "qwen2-tied", "qwen3", "qwen3-tied")
+VARIANTS = ("llama", "llama-untied", "qwen2", "qwen2-tied", "qwen3", "qwen3-tied", "llama-wide", "qwen2-wide")
 
 
 def build_variant(directory: Path, name: str) -> None:
-    """A model directory of the named family: `-tied` or `-untied` says how its head is, where it is not the usual way.
+    """A model directory of the named family: `-tied` or `-untied` says how its head is, where it is not the usual way;
+    `-wide` has one layer whose matrices, and the head, are as large as those the engine treats apart.
 
     Biases and norms are drawn too: as initialised (0 and 1), an engine that left them out would go unnoticed.
     """
@@ -31,21 +32,22 @@ def build_variant(directory: Path, name: str) -> None:
 
     torch.set_num_threads(1)
     tokenizer = build_character_tokenizer(ALPHABET)
-    family, _, head = name.partition("-")
+    family, _, kind = name.partition("-")
+    wide = kind == "wide"
     sizes: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
+        "vocab_size": 512 if wide else len(tokenizer),
+        "hidden_size": 512 if wide else 64,
+        "intermediate_size": 512 if wide else 128,
+        "num_hidden_layers": 1 if wide else 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32 if family == "qwen3" else 16,
+        "head_dim": 128 if wide else 32 if family == "qwen3" else 16,
         "max_position_embeddings": CONTEXT,
-        "initializer_range": 64**-0.5,
+        "initializer_range": 512**-0.5 if wide else 64**-0.5,
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
-        "tie_word_embeddings": head == "tied" or (family == "llama" and not head),
+        "tie_word_embeddings": kind == "tied" or (family == "llama" and kind != "untied"),
     }
     with torch.random.fork_rng():
         torch.manual_seed(sum(name.encode()))

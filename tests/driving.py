@@ -48,8 +48,9 @@ def prompt(length: int, seed: int = 0) -> Ints:
 
 
 def make_request(tokens: Ints, group: int = 0, trajectory: int = 0, seed: int = 7, **sampling: Any) -> Request:
-    stream = sampling.pop("stream", "train")
-    return Request(RequestKey(group, trajectory, 0, stream), tokens, Sampling(**{"max_tokens": 24, **sampling}), seed)
+    key = RequestKey(group, trajectory, 0, sampling.pop("stream", "train"))
+    urgent = sampling.pop("urgent", False)
+    return Request(key, tokens, Sampling(**{"max_tokens": 24, **sampling}), seed, urgent)
 
 
 def group_of(size: int, tokens: Ints, group: int = 0, **sampling: Any) -> list[Request]:

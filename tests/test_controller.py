@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from system import check_finished, check_record, make_config
 
 from headway import launch
+from headway.buffer import Buffer
 from headway.config import Config
-from headway.controller import Controller, Tasks, Workers
+from headway.controller import Controller, Progress, Tasks, Workers
 from headway.engine import Engine, KvPolicy
 from headway.engine.fake import FakeEngine
 from headway.errors import DeadlineExceeded, InvariantBroken, RunFailed, WeightMismatch, WorkerDied
@@ -42,6 +43,7 @@ from headway.types import (
     Batch,
     Chunk,
     Completion,
+    Group,
     Ints,
     Request,
     Scores,
@@ -183,7 +185,7 @@ class Stage:
                 self._begin(log)
             progress = await progress_from(self.prepared, log, fold(history), history, trainer, self.directory, view)
             workers = Workers(self._engines(), trainer, self._rollout(), self.failure)
-            await Controller(self.config, workers, self._tasks(), progress, log, self.directory, view).run()
+            await Controller(self.config, workers, self.tasks(), progress, log, self.directory, view).run()
             log.append("ended", status="finished", cause="", ledger={})
         finally:
             log.close()
@@ -212,7 +214,7 @@ class Stage:
             for number in range(section.workers)
         ]
 
-    def _tasks(self) -> Tasks:
+    def tasks(self) -> Tasks:
         return Tasks(
             stream=PromptStream(self.prepared.prompts, self.config.run.seed),
             held_out=self.prepared.held_out,
@@ -438,6 +440,31 @@ def test_invariant_11_an_engine_that_runs_other_weights_stops_the_run(make_stage
         stage.run()
     swapped = [event["version"] for event in read(stage.directory / "events.jsonl") if event.kind == "swapped"]
     assert swapped == [0, 1], "a version that was not proved must not count as confirmed"
+
+
+def test_the_wait_for_a_batch_never_loses_a_cancellation(make_stage: MakeStage, tmp_path: Path) -> None:
+    """Lost in the very moment in which the wait is over, it would leave a broken run waiting for ever."""
+    stage = make_stage({"trainer": {"batch_groups": 1}})
+    log = RunLog(tmp_path)
+
+    async def cancel_after(num_turns: int) -> None:
+        staleness = stage.prepared.staleness()
+        buffer = Buffer(staleness)
+        progress = Progress(0, staleness, buffer, [])
+        workers = Workers({}, cast(Trainer, stage.trainer), [], stage.failure)
+        controller = Controller(stage.config, workers, stage.tasks(), progress, log, tmp_path, PlainView(io.StringIO()))
+        taking = asyncio.create_task(controller._take_batch())
+        await asyncio.sleep(0.01)
+        buffer.put(Group(staleness.admit(0), 0, 0, 0, ()))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        was_waiting = taking.cancel()
+        await asyncio.wait({taking})
+        assert taking.cancelled() == was_waiting, f"cancelled {num_turns} turns after the group came"
+
+    for num_turns in range(6):
+        asyncio.run(cancel_after(num_turns))
+    log.close()
 
 
 def test_an_engine_that_breaks_ends_the_run_and_does_not_pass_for_a_failing_workflow(make_stage: MakeStage) -> None:

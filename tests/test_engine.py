@@ -125,12 +125,15 @@ def test_invariant_5_interruption_is_invisible_bit_for_bit_under_keep(tiny_model
     assert newest == len(swapper.reports) == len(steps)
 
 
-def test_invariant_5_where_weights_lie_in_memory_is_invisible_too(tiny_model: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "llama-wide"])
+def test_invariant_5_where_weights_lie_in_memory_is_invisible_too(
+    tiny_variant: Callable[[str], str], name: str
+) -> None:
     """A loaded file's tensors start at odd addresses, swapped ones do not; products of a single row notice that."""
-    request = make_request(prompt(130), max_tokens=60)
-    core = make_core(tiny_model, max_num_seqs=1)
-    loaded = EngineCore(load_model(tiny_model), core.section, core.max_context, True, str)
-    events, _ = swaps_to_itself(tiny_model, "keep", [2, 20, 30])
+    path, request = tiny_variant(name), make_request(prompt(130), max_tokens=60)
+    core = make_core(path, max_num_seqs=1)
+    loaded = EngineCore(load_model(path), core.section, core.max_context, True, str)
+    events, _ = swaps_to_itself(path, "keep", [2, 20, 30])
     calm = drive(core, [request])[request]
     assert_same(drive(loaded, [request], events=events)[request], calm)
 
@@ -148,17 +151,19 @@ def test_invariant_5_interruption_is_invisible_to_the_parity_bound_under_recompu
     assert sum(report.num_recomputed for report in swapper.reports) > 500
 
 
-@pytest.mark.parametrize("max_num_seqs", [7, 16])
-def test_what_a_request_samples_does_not_depend_on_who_shares_its_batch(tiny_model: str, max_num_seqs: int) -> None:
+@pytest.mark.parametrize(("name", "max_num_seqs"), [("llama", 7), ("llama", 16), ("qwen2-wide", 7)])
+def test_what_a_request_samples_does_not_depend_on_who_shares_its_batch(
+    tiny_variant: Callable[[str], str], name: str, max_num_seqs: int
+) -> None:
     """Deterministic mode: tokens and log-probs bit for bit alone, in any order, beside anyone, at any load."""
-    requests = mixed_requests()
-    expected = [alone(tiny_model, request, max_num_seqs=max_num_seqs) for request in requests]
+    path, requests = tiny_variant(name), mixed_requests()
+    expected = [alone(path, request, max_num_seqs=max_num_seqs) for request in requests]
     crowd = [make_request(prompt(10 + 30 * i, seed=50 + i), group=100 + i, max_tokens=60) for i in range(12)]
     draw = np.random.default_rng(0)
     for others in ([], crowd[:3], crowd):
         together = [*requests, *others]
         order = draw.permutation(len(together))
-        core = make_core(tiny_model, max_num_seqs=max_num_seqs)
+        core = make_core(path, max_num_seqs=max_num_seqs)
         outcome = drive(core, [together[i] for i in order], arrivals=draw.integers(0, 25, len(together)).tolist())
         for request, completion in zip(requests, expected, strict=True):
             assert_same(outcome[request], completion)
@@ -192,20 +197,31 @@ def test_every_supported_family_has_the_logprobs_of_plain_transformers(
         np.testing.assert_allclose(core.score((tokens,), temperature).logprobs[0], forced, atol=1e-5, rtol=0)
 
 
-def test_a_swap_reaches_the_head_whether_tied_or_not_and_whatever_the_type(tiny_variant: Callable[[str], str]) -> None:
-    for name, dtype, bound in [
+@pytest.mark.parametrize(
+    ("name", "dtype", "bound"),
+    [
         ("llama", torch.float32, 1e-5),
         ("qwen2", torch.float32, 1e-5),
+        ("llama-wide", torch.float32, 1e-5),
+        ("qwen2-wide", torch.float32, 1e-5),
         ("llama", torch.bfloat16, 0.2),
-    ]:
-        path = tiny_variant(name)
-        other, core = plain_model(path, noise_seed=3, noise=0.1), make_core(path, dtype=dtype)
-        before = core.score((prompt(60),), 1.0).logprobs[0]
-        Swapper().swap(core, other, "recompute")
+        ("qwen2-wide", torch.bfloat16, 0.2),
+    ],
+)
+def test_a_swap_reaches_every_matrix_tied_or_not_wide_or_not_whatever_the_type(
+    tiny_variant: Callable[[str], str], name: str, dtype: torch.dtype, bound: float
+) -> None:
+    path = tiny_variant(name)
+    core, swapper = make_core(path, dtype=dtype), Swapper()
+    before = core.score((prompt(60),), 1.0).logprobs[0]
+    for version in (1, 2, 3):
+        other = plain_model(path, noise_seed=version, noise=0.02 if name.endswith("wide") else 0.1)
+        swapper.swap(core, other, "recompute")
         after = core.score((prompt(60),), 1.0)
-        assert after.version == 1
+        assert after.version == version
         np.testing.assert_allclose(after.logprobs[0], teacher_forced(other, prompt(60)), atol=bound, rtol=0)
         assert np.abs(after.logprobs[0] - before).max() > 5 * bound
+        before = after.logprobs[0]
 
 
 def test_a_bf16_model_runs_and_stays_near_fp32(tiny_model: str) -> None:

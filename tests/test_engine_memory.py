@@ -96,7 +96,7 @@ def test_prompt_kv_is_never_forked_into_a_sequence_that_starts_under_a_newer_ver
 
 
 def test_a_sequence_that_kept_its_old_kv_never_becomes_the_one_others_fork(tiny_model: str) -> None:
-    """The first runs on with old keys and values; the second starts anew and ends; the third must not fork the first."""
+    """The first runs on with old keys and values; the second starts anew and ends; the third may not fork the first."""
     new, swapper = plain_model(tiny_model, noise_seed=1), Swapper()
     requests = [make_request(prompt(100), trajectory=i, max_tokens=num) for i, num in enumerate([60, 5, 5])]
     core = make_core(tiny_model)
@@ -155,6 +155,15 @@ def test_an_abort_ends_running_and_waiting_requests_and_no_others(tiny_model: st
     for number in (0, 2):
         assert outcome[requests[number]].tokens.tolist() == expected[number].tokens.tolist()
     assert core.stats().kv_used == 0 and core.stats().waiting == 0
+
+
+def test_an_urgent_request_goes_ahead_of_those_that_wait_and_stops_none_that_runs(tiny_model: str) -> None:
+    requests = [make_request(prompt(20, seed=i), group=i, max_tokens=10) for i in range(4)]
+    requests.append(make_request(prompt(20, seed=9), group=9, max_tokens=10, urgent=True))
+    outcome = drive(make_core(tiny_model, max_num_seqs=1), requests, arrivals=[0, 0, 0, 0, 3])
+    assert [name.split("/")[1] for name in outcome.completions] == ["0", "9", "1", "2", "3"]
+    for request in requests:
+        assert_same_tokens(outcome[request], alone(tiny_model, request, max_num_seqs=1))
 
 
 def test_aborting_the_last_that_waits_for_a_prompt_frees_it(tiny_model: str) -> None:
@@ -250,7 +259,8 @@ def random_scenario(seed: int) -> Scenario:
     for group in range(int(draw.integers(3, 7))):
         tokens = prompt(int(draw.choice([1, 2, 20, 33, 63, 64, 65, 120, 250, 300])), seed=int(draw.integers(0, 3)))
         for trajectory in range(int(draw.integers(1, 6))):
-            requests.append(make_request(tokens, group, trajectory, max_tokens=int(draw.integers(1, 50))))
+            num, urgent = int(draw.integers(1, 50)), bool(draw.random() < 0.2)
+            requests.append(make_request(tokens, group, trajectory, max_tokens=num, urgent=urgent))
     order = draw.permutation(len(requests))
     horizon = int(draw.choice([1, 20, 60]))
     policies = [["keep"], ["recompute"], ["keep", "recompute"]][seed % 3]

@@ -1,8 +1,8 @@
 """The record: groups come back bit for bit, damage is refused, and no event ever names bytes that are not there."""
 
 import asyncio
-import json
 import itertools
+import json
 import multiprocessing
 import os
 import random

@@ -18,15 +18,16 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from headway.config import EngineSection
 from headway.engine import KvPolicy
 from headway.engine.embedded.kv import DecodeAttention, KvMemory, PrefillAttention, Row, decode_order
+from headway.engine.embedded.live_weights import LiveWeights
 from headway.engine.embedded.sampler import request_counter, sample, uniforms
 from headway.errors import InvariantBroken, RequestRefused
-from headway.models import head_logits, hidden_states, linear_logprobs, model_shape, named_weights
+from headway.models import hidden_states, model_shape
 from headway.types import (
     Chunk,
     Completion,
@@ -40,7 +41,6 @@ from headway.types import (
     SwapReport,
     WeightUpdate,
 )
-from headway.weights import ShadowWeights
 
 Output = tuple[str, Chunk | Completion]
 
@@ -105,17 +105,13 @@ class EngineCore:
         decode_text: Callable[[list[int]], str],
     ):
         self.model = model.eval().requires_grad_(False)
-        for parameter in model.parameters():
-            # A mapped file's tensors start at odd addresses, staged ones do not; single-row products differ by that.
-            parameter.data = parameter.data.clone()
         self.section = section
         self.max_context = max_context
         self.deterministic = deterministic
         self.version = 0
         self._decode_text = decode_text
         self._kv = KvMemory(model_shape(model.config), model.dtype, section.kv_tokens, max_context)
-        self._weights = ShadowWeights(named_weights(model))
-        self._head = self._fp32_head(self._head_weight())
+        self._weights = LiveWeights(model, section.max_num_seqs)
         self._waiting: deque[Live] = deque()
         self._waiting_prefixes: Counter[bytes] = Counter()
         self._running: list[Live] = []
@@ -124,16 +120,6 @@ class EngineCore:
         self._outbox: list[Output] = []
         self._num_generated = self._num_prefilled = self._num_recomputed = self._num_preempted = 0
         self._busy_s = 0.0
-
-    def _head_weight(self) -> Tensor:
-        head = self.model.lm_head
-        assert isinstance(head, nn.Linear)
-        return head.weight
-
-    @staticmethod
-    def _fp32_head(weight: Tensor) -> Tensor:
-        """Logits are fp32; on a CPU the head is cast once per version rather than at every step."""
-        return weight.detach() if weight.dtype == torch.float32 or weight.is_cuda else weight.detach().float()
 
     @property
     def has_work(self) -> bool:
@@ -156,7 +142,7 @@ class EngineCore:
     def _check(self, what: str, tokens: Ints) -> None:
         if len(tokens) > self.max_context:
             raise RequestRefused(f"{what} has {len(tokens)} tokens, more than the context of {self.max_context}")
-        vocab_size = self._head.shape[0]
+        vocab_size = self.model.config.vocab_size
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             raise RequestRefused(f"{what} holds a token outside the model's vocabulary of {vocab_size}")
 
@@ -260,17 +246,13 @@ class EngineCore:
             if (heir := self._heir(live)) is not None:
                 self._donors[live.prefix] = heir
 
-    def _make_room(self, live: Live) -> bool:
-        """Grow `live` by a token, preempting the youngest when memory is full; False if that was `live` itself."""
-        assert live.row is not None
-        while not self._kv.grow(live.row, live.num_cached + 1):
-            if self._release_retained():
-                continue
-            if self._preempt_youngest() is live:
-                return False
-        return True
+    def _make_room(self, live: Live) -> None:
+        """Grow `live` by a token; while memory is full the youngest is preempted, which may be `live` itself."""
+        while live.row is not None and not self._kv.grow(live.row, live.num_cached + 1):
+            if not self._release_retained():
+                self._preempt_youngest()
 
-    def _preempt_youngest(self) -> Live:
+    def _preempt_youngest(self) -> None:
         """Take the youngest sequence's memory; it waits at the front, keeping every token it has."""
         victim = self._running.pop()
         self._num_preempted += 1
@@ -280,7 +262,6 @@ class EngineCore:
         self._waiting.appendleft(victim)
         if victim.fresh:
             self._waiting_prefixes[victim.prefix] += 1
-        return victim
 
     # Prefill
 
@@ -341,8 +322,7 @@ class EngineCore:
     def _decode(self) -> None:
         ready = [live for live in self._running if live.donor is None and live.decodable]
         for live in ready:
-            if live.row is not None:  # an earlier one may have preempted it
-                self._make_room(live)
+            self._make_room(live)
         ready = [live for live in ready if live.row is not None]
         if not ready:
             return
@@ -365,7 +345,7 @@ class EngineCore:
         attention = DecodeAttention(self._kv, rows, positions, fixed_shapes=self.deterministic)
         last = [int(live.tokens[position]) for live, position in zip(ready, positions, strict=True)]
         hidden = hidden_states(self.model, torch.tensor(last + padding), torch.tensor(positions + padding), attention)
-        logits = head_logits(hidden.to(self._head.dtype), self._head)[: len(ready)]
+        logits = self._weights.logits(hidden)[: len(ready)]
         draws = uniforms(
             np.array([live.counter for live in ready], np.uint64),
             np.array([live.num_tokens - live.num_prompt for live in ready], np.uint64),
@@ -440,7 +420,6 @@ class EngineCore:
                 f"version {update.version} cannot follow version {self.version}: versions never go back"
             )
         self._weights.stage(update)
-        self._staged_head = self._fp32_head(self._weights.staged("lm_head.weight"))
 
     def swap(self, version: int, kv: KvPolicy) -> SwapReport:
         """Make the staged weights live. Runs between two steps, so that no token straddles two versions."""
@@ -448,9 +427,6 @@ class EngineCore:
             raise InvariantBroken(f"version {version} was not staged; staged is {self._weights.staged_version}")
         started = time.perf_counter()
         prints = self._weights.swap()
-        self._head = (
-            self._staged_head if self._head_weight().dtype != self._head.dtype else self._head_weight().detach()
-        )
         self.version = version
         num_recomputed = self._renew_kv(kv)
         return SwapReport(
@@ -494,9 +470,11 @@ class EngineCore:
             row = self._kv.allocate(len(tokens))
         size = self.section.prefill_chunk
         parts = [(start, tokens[start : start + size]) for start in range(0, len(tokens), size)]
-        hidden = [self._forward_chunk(part, [row], [start], [len(part)]) for start, part in parts]
+        found = [np.zeros(1, np.float32)]
+        for start, part in parts:
+            hidden = self._forward_chunk(part, [row], [start], [len(part)])
+            targets = torch.from_numpy(tokens[start + 1 : start + len(part) + 1]).long()
+            logprobs = (self._weights.logits(hidden[: len(targets)]) / temperature).log_softmax(-1)
+            found.append(logprobs.gather(-1, targets[:, None]).squeeze(-1).numpy())
         self._kv.free(row)
-        predicting = torch.cat(hidden)[:-1].to(self._head.dtype)
-        targets = torch.from_numpy(tokens[1:]).long()
-        logprobs, _ = linear_logprobs(predicting, self._head, targets, torch.full((len(targets),), temperature), 1024)
-        return np.concatenate([np.zeros(1, np.float32), logprobs.numpy()])
+        return np.concatenate(found)
