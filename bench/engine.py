@@ -39,7 +39,7 @@ ANY_DTYPE = "any dtype"
 TARGETS = {"transformers": 2.5, "vllm": 1.0}
 
 LOAD_DEADLINE_S, RUN_DEADLINE_S = 300.0, 900.0
-MAKE_MODEL = "python tools/smollm2.py fetch smollm2.gguf && python tools/smollm2.py build smollm2.gguf {model}"
+MAKE_MODEL = "python examples/smollm2_model.py {model}"
 MAKE_VLLM = "python bench/vllm_env.py .venv-vllm"
 
 
