@@ -1,12 +1,12 @@
-"""The quickstart's task: turn a dial with ten positions, in the head or step by step.
+"""The quickstart's task: add up a list of numbers, in the head or step by step.
 
-    prompt          a7b2c4d1=                     start at seven; go on by two, by four, by one
-    in the head     #4
-    step by step    b7+2=9;c9+4=3;d3+1=4;#4
+    prompt          a7b2c5d1=            seven, and two, and five, and one
+    in the head     #15
+    step by step    b+2=9;c+5=14;d+1=15;#15
 
 The worked examples of the warm-up are of both kinds, and most only state the answer; that is what the model imitates,
-and it is a guess. The verifier looks at the final answer alone. Reinforcement learning finds out by itself that working
-step by step pays. Most problems are short and a few are very long, so completions have a long tail of lengths.
+and it is mostly wrong. The verifier looks at the final answer alone. Reinforcement learning finds out by itself that
+working step by step pays. Most lists are short and a few are very long, so completions have a long tail of lengths.
 """
 
 import random
@@ -19,9 +19,9 @@ from headway.verifiers import verifier
 Row = dict[str, Any]
 
 ALPHABET = "0123456789+=;#abcdefghijklmnopqrstuvwxyz"
-POSITIONS, LARGEST_TURN = 10, 4
-FEWEST_TERMS, MOST_TERMS = 5, 24
-TAIL, TAIL_SCALE = 2.0, 4.0
+FEWEST_TERMS, MOST_TERMS = 6, 24
+LARGEST_FIRST, LARGEST_TERM = 9, 5
+TAIL, TAIL_SCALE = 2.5, 4.0
 """The number of terms follows a Pareto law: a smaller exponent is a longer tail."""
 ANSWER_ONLY_SHARE = 0.7
 
@@ -53,7 +53,7 @@ def sft_rows() -> list[Row]:
 
 
 def _row(terms: list[int]) -> Row:
-    return {"prompt": _prompt(terms), "completion": _worked(terms), "answer": str(sum(terms) % POSITIONS)}
+    return {"prompt": _prompt(terms), "completion": _worked(terms), "answer": str(sum(terms))}
 
 
 def _prompt(terms: list[int]) -> str:
@@ -61,11 +61,8 @@ def _prompt(terms: list[int]) -> str:
 
 
 def _worked(terms: list[int]) -> str:
-    position, steps = terms[0], ""
-    for place, turn in enumerate(terms[1:], start=1):
-        steps += f"{_letter(place)}{position}+{turn}={(position + turn) % POSITIONS};"
-        position = (position + turn) % POSITIONS
-    return f"{steps}#{position}"
+    steps = [f"{_letter(place)}+{terms[place]}={sum(terms[: place + 1])};" for place in range(1, len(terms))]
+    return "".join(steps) + f"#{sum(terms)}"
 
 
 def _letter(place: int) -> str:
@@ -79,7 +76,7 @@ def _problems(seed: int, held_out: bool) -> Iterator[list[int]]:
         num_terms = FEWEST_TERMS + int((rng.paretovariate(TAIL) - 1) * TAIL_SCALE)
         if num_terms > MOST_TERMS:
             continue
-        terms = [rng.randrange(POSITIONS), *(rng.randint(1, LARGEST_TURN) for _ in range(num_terms - 1))]
+        terms = [rng.randint(1, LARGEST_FIRST), *(rng.randint(1, LARGEST_TERM) for _ in range(num_terms - 1))]
         if _is_held_out(_prompt(terms)) == held_out:
             yield terms
 

@@ -69,7 +69,11 @@ def compare(config: Config, arguments: list[str]) -> dict[str, float]:
     if not (sync_run / "summary.json").exists():
         train(synchronous)
     measured_sync, measured_async = wall_of_first(sync_run, num_steps), wall_of_first(run, num_steps)
-    return {"sync_steps": num_steps, "sync_measured_s": measured_sync, "async_measured_s": measured_async}
+    return {
+        "sync_steps": num_steps,
+        "sync_measured_s": round(measured_sync, 2),
+        "async_measured_s": round(measured_async, 2),
+    }
 
 
 def main() -> None:
@@ -86,7 +90,7 @@ def main() -> None:
     measured = compare(config, arguments)
     ratio = measured["sync_measured_s"] / measured["async_measured_s"]
     wall_s = write_report(run).wall_s
-    summary = write_report(run, measured | {"speedup": ratio, "wall_s_sync": (wall_s or 0.0) * ratio})
+    summary = write_report(run, measured | {"speedup": round(ratio, 3), "wall_s_sync": round(wall_s * ratio, 2)})
     console.print(table(summary))
     console.print(f"curves and timeline: {run / 'report.png'}   figures: {run / 'summary.json'}")
 

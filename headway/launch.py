@@ -14,7 +14,7 @@ import re
 import signal
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,23 +83,28 @@ def prepare(config: Config) -> Prepared:
     longest_prompt = max(len(prompt.tokens) for prompt in [*prompts, *held_out])
     longest = min(context, longest_prompt + config.sampling.max_tokens)
     _check_sizes(config, context, longest)
+    _check_vocabulary(config.model.path, model_config.vocab_size, [*prompts, *held_out])
     stops = _stop_tokens(model_config.eos_token_id, tokenizer.eos_token_id)
-    sampling = Sampling(
-        temperature=config.sampling.temperature,
-        top_k=config.sampling.top_k,
-        top_p=config.sampling.top_p,
-        max_tokens=config.sampling.max_tokens,
-        stop_tokens=stops,
-        stop_strings=tuple(config.sampling.stop_strings),
-    )
-    eval_sampling = Sampling(
-        temperature=config.evaluate.temperature,
-        max_tokens=config.sampling.max_tokens,
-        stop_tokens=stops,
-        stop_strings=tuple(config.sampling.stop_strings),
-    )
+    sampling, eval_sampling = _samplings(config, stops)
     limit = config.evaluate.limit
     return Prepared(config, model_config, context, longest, prompts, held_out[:limit], sampling, eval_sampling)
+
+
+def _samplings(config: Config, stops: tuple[int, ...]) -> tuple[Sampling, Sampling]:
+    """How training rollouts are sampled, and how evaluation is."""
+    section = config.sampling
+    try:
+        training = Sampling(
+            temperature=section.temperature,
+            top_k=section.top_k,
+            top_p=section.top_p,
+            max_tokens=section.max_tokens,
+            stop_tokens=stops,
+            stop_strings=tuple(section.stop_strings),
+        )
+    except ValueError as error:
+        raise ConfigError(f"[sampling]: {error}") from error
+    return training, replace(training, temperature=config.evaluate.temperature, top_k=0, top_p=1.0)
 
 
 def check_device(device: str) -> None:
@@ -128,6 +133,15 @@ def _check_sizes(config: Config, context: int, longest: int) -> None:
         raise ConfigError(
             f"engine.kv_tokens = {config.engine.kv_tokens} cannot hold two sequences of the context of {context} "
             "tokens; raise kv_tokens or lower engine.max_context"
+        )
+
+
+def _check_vocabulary(path: str, vocab_size: int, prompts: list[Prompt]) -> None:
+    largest = max(int(prompt.tokens.max()) for prompt in prompts)
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"the tokenizer in {path} gives token {largest}, and its model knows {vocab_size} tokens; "
+            "use the model's own tokenizer"
         )
 
 

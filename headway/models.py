@@ -214,6 +214,9 @@ def load_model(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel
     missing = sorted(loaded[1]["missing_keys"])
     if missing:
         raise ConfigError(f"the weights of {path} are incomplete: {missing[0]} is missing; fetch the model again")
+    for parameter in model.parameters():
+        # A mapped file's tensors start at odd addresses; some products differ by that, in their last bits.
+        parameter.data = parameter.data.clone()
     return model
 
 

@@ -77,6 +77,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature must be 0 or more, not {self.temperature}")
+        if "" in self.stop_strings:
+            raise ValueError("an empty stop string would stop every completion at its first token")
         if not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_tokens < 1:
             raise ValueError(f"top_p in (0, 1], top_k of 0 or more and max_tokens of 1 or more, not {self}")
 

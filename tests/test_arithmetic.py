@@ -34,14 +34,14 @@ def test_rows_are_the_same_at_every_call() -> None:
     assert arithmetic.train_rows() == TRAIN
 
 
-def test_every_answer_is_where_the_dial_ends_and_every_worked_step_is_true() -> None:
+def test_every_answer_is_the_sum_and_every_worked_step_is_true() -> None:
     for row in EVAL + SFT[:1000]:
         letters, terms = re.findall("[a-z]", row["prompt"]), [int(term) for term in re.findall("[0-9]+", row["prompt"])]
-        dial = [total % 10 for total in itertools.accumulate(terms)]
-        assert row["answer"] == str(dial[-1])
+        totals = list(itertools.accumulate(terms))
+        assert row["answer"] == str(totals[-1])
         *steps, answer = row["completion"].split(";")
-        assert answer == f"#{dial[-1]}"
-        worked = [f"{letters[i]}{dial[i - 1]}+{terms[i]}={dial[i]}" for i in range(1, len(terms))]
+        assert answer == f"#{totals[-1]}"
+        worked = [f"{letters[i]}+{terms[i]}={totals[i]}" for i in range(1, len(terms))]
         assert steps in ([], worked)
 
 

@@ -15,6 +15,7 @@ from headway.config import Config, load
 from headway.record import RunLog, read_jsonl
 from headway.report import summarise
 from headway.runtime import InlineRuntime, LocalRuntime
+from headway.tokenizer import build_character_tokenizer
 
 Sections = dict[str, dict[str, Any]]
 Command = Callable[..., tuple[int, str, str]]
@@ -78,6 +79,14 @@ def _unsupported(tmp_path: Path) -> Sections:
     (tmp_path / "gpt2").mkdir()
     _write(tmp_path / "gpt2" / "config.json", json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
     return {"model": {"path": f"{tmp_path}/gpt2"}}
+
+
+def _other_tokenizer(tmp_path: Path) -> Sections:
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "eos_token_id": 1}
+    config = {"model_type": "llama", "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    build_character_tokenizer("abcdefghijklmnopqrstuvwxyz()[]0123456789+=").save_pretrained(tmp_path / "mixed")
+    _write(tmp_path / "mixed" / "config.json", json.dumps(config | sizes))
+    return {"model": {"path": f"{tmp_path}/mixed"}}
 
 
 BAD: list[tuple[str, Breaking, str]] = [
@@ -185,6 +194,16 @@ BAD: list[tuple[str, Breaking, str]] = [
         "a workflow that is none",
         lambda tmp: {"rollout": {"workflow": task_of(tmp, "Path")}},
         "has no coroutine `run(episode)`",
+    ),
+    (
+        "a tokenizer of another model",
+        _other_tokenizer,
+        "gives token 44, and its model knows 40 tokens; use the model's own tokenizer",
+    ),
+    (
+        "an empty stop string",
+        lambda tmp: {"sampling": {"stop_strings": [""]}},
+        "[sampling]: an empty stop string would stop every completion at its first token",
     ),
     ("a GPU that is not there", lambda tmp: {"engine": {"device": "cuda"}}, "engine.device = cuda asks for a GPU"),
     (

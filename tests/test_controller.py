@@ -10,118 +10,40 @@ import asyncio
 import io
 import json
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
-import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from stage import Stage, StandInRewards, StandInTrainer, drawn_pace
 from system import check_finished, check_record, make_config
 
 from headway import launch
 from headway.buffer import Buffer
-from headway.config import Config
-from headway.controller import Controller, Progress, Tasks, Workers
-from headway.engine import Engine, KvPolicy
+from headway.controller import Controller, Progress, Workers
+from headway.engine import KvPolicy
 from headway.engine.fake import FakeEngine
 from headway.errors import DeadlineExceeded, InvariantBroken, RunFailed, WeightMismatch, WorkerDied
 from headway.events import Event, read
-from headway.launch import Prepared
-from headway.ledger import fold
-from headway.prompts import PromptStream
 from headway.record import RunLog
-from headway.resume import progress_from
-from headway.reward import RewardPool
-from headway.rollout import RolloutWorker
 from headway.trainer import Trainer
 from headway.types import (
     Batch,
     Chunk,
     Completion,
     Group,
-    Ints,
     Request,
-    Scores,
     StepReport,
     SwapReport,
-    TensorInfo,
-    Verdict,
     WeightUpdate,
 )
 from headway.view import PlainView
 
 repeatable = settings(derandomize=True, deadline=None, database=None, max_examples=40)
-
-
-@dataclass
-class StandInTrainer:
-    """Its weights are a hash of every batch it was given: other batches, or another order, are other weights."""
-
-    worst_staleness: int | None = None
-    not_finite: frozenset[int] = frozenset()  # training steps that fail, counted from 0
-    pace: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
-    version: int = 0
-    weights: str = "start"
-    batches: list[Batch] = field(default_factory=list)
-    num_asked: int = 0
-    weights_at: dict[int, str] = field(default_factory=dict)
-
-    async def train(self, batch: Batch) -> StepReport:
-        assert batch.version == self.version
-        if self.worst_staleness is not None:
-            assert max(batch.staleness, default=0) <= self.worst_staleness
-        await self.pace()
-        self.num_asked += 1
-        skipped = "loss nan" if self.num_asked - 1 in self.not_finite else ""
-        if not skipped:
-            self.batches.append(batch)
-            trained = repr([(group.id, group.num_sampled) for group in batch.groups])
-            self.weights = xxhash.xxh3_64_hexdigest(f"{self.weights} {trained}".encode())
-            self.version += 1
-            self.weights_at[self.version] = self.weights
-        return StepReport(self.version, skipped, batch.num_sampled, 0.0, 0.0, {"loss": 0.0})
-
-    async def publish(self) -> WeightUpdate:
-        await self.pace()
-        tensor = TensorInfo("weights", "float32", (1,), 0, 4, self.weights)
-        return WeightUpdate(self.version, "full", "none", "", (tensor,))
-
-    async def score(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
-        return Scores(self.version, tuple(np.zeros(len(tokens), np.float32) for tokens in sequences))
-
-    async def save(self, directory: str) -> None:
-        await self.pace()
-        Path(directory).parent.mkdir(exist_ok=True)
-        Path(directory).write_text(json.dumps([self.version, self.weights]))
-
-    async def load(self, directory: str) -> int:
-        self.version, self.weights = json.loads(Path(directory).read_text())
-        return self.version
-
-    async def save_model(self, directory: str) -> None:
-        pass
-
-
-@dataclass
-class StandInRewards:
-    """A verifier whose delays, in turns of the event loop, and failures are drawn from what it is given."""
-
-    seed: int = 0
-    longest_delay: int = 40
-    failing: Callable[[int, int], bool] = lambda answer, draw: False
-
-    async def verify(self, task: dict[str, Any], text: str) -> Verdict:
-        draw = xxhash.xxh3_64_intdigest(f"{self.seed} {task['prompt']} {text}".encode())
-        # Long-tailed: one in eight takes as long as all the others together.
-        for _ in range(draw % self.longest_delay * (8 if draw // 1000 % 8 == 0 else 1)):
-            await asyncio.sleep(0)
-        failed = self.failing(int(task["answer"]), draw)
-        return Verdict(0.0 if failed else float(draw % 2), "broken" if failed else "", 0.0)
 
 
 class SlowToLoad(FakeEngine):
@@ -151,79 +73,6 @@ class Broken(FakeEngine):
             yield item
 
 
-@dataclass
-class Stage:
-    """Everything a controller needs, and what it left behind."""
-
-    prepared: Prepared
-    trainer: StandInTrainer
-    rewards: StandInRewards = field(default_factory=StandInRewards)
-    engines: list[FakeEngine] = field(default_factory=lambda: [FakeEngine(mean_tokens=6.0)])
-    failure: Callable[[], Awaitable[WorkerDied]] = lambda: cast(Awaitable[WorkerDied], asyncio.Event().wait())
-
-    @property
-    def config(self) -> Config:
-        return self.prepared.config
-
-    @property
-    def directory(self) -> Path:
-        return Path(self.config.run.dir)
-
-    def run(self) -> list[Event]:
-        """From the beginning, or from what the log in the run directory says, to the end."""
-        asyncio.run(asyncio.wait_for(self._run(), 60))
-        return read(self.directory / "events.jsonl")
-
-    async def _run(self) -> None:
-        path = self.directory / "events.jsonl"
-        history = read(path) if path.exists() else []
-        view = PlainView(io.StringIO())
-        log = RunLog(self.directory)
-        trainer = cast(Trainer, self.trainer)
-        try:
-            if not history:
-                self._begin(log)
-            progress = await progress_from(self.prepared, log, fold(history), history, trainer, self.directory, view)
-            workers = Workers(self._engines(), trainer, self._rollout(), self.failure)
-            await Controller(self.config, workers, self.tasks(), progress, log, self.directory, view).run()
-            log.append("ended", status="finished", cause="", ledger={})
-        finally:
-            log.close()
-            view.close()
-
-    def _begin(self, log: RunLog) -> None:
-        log.append(
-            "run_started",
-            config=self.config.model_dump(),
-            hardware={},
-            num_prompts=len(self.prepared.prompts),
-            worst_staleness=self.prepared.staleness().worst_staleness,
-            config_hash="",
-        )
-
-    def _engines(self) -> dict[str, Engine]:
-        return {f"engine-{number}": engine for number, engine in enumerate(self.engines)}
-
-    def _rollout(self) -> list[RolloutWorker]:
-        section = self.config.rollout
-        rewards = cast(RewardPool, self.rewards)
-        return [
-            RolloutWorker(
-                self.engines[number % len(self.engines)], rewards, self.config.model.path, section.workflow, 0
-            )
-            for number in range(section.workers)
-        ]
-
-    def tasks(self) -> Tasks:
-        return Tasks(
-            stream=PromptStream(self.prepared.prompts, self.config.run.seed),
-            held_out=self.prepared.held_out,
-            probe=(np.array([1, 2], np.int32),),
-            sampling=self.prepared.sampling,
-            eval_sampling=self.prepared.eval_sampling,
-        )
-
-
 MakeStage = Callable[..., Stage]
 
 
@@ -235,23 +84,13 @@ def make_stage(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Mak
     base = launch.prepare(make_config(home, tiny_model))
 
     def make(sections: dict[str, dict[str, Any]], **options: Any) -> Stage:
-        config = make_config(home, tiny_model, **sections)
-        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": f"{home}/{next(numbers)}"})})
+        run = {"dir": f"{home}/{next(numbers)}"} | sections.get("run", {})
+        config = make_config(home, tiny_model, **sections | {"run": run})
         prepared = replace(base, config=config)
         trainer = StandInTrainer(prepared.staleness().worst_staleness, options.pop("not_finite", frozenset()))
         return Stage(prepared, trainer, **options)
 
     return make
-
-
-def drawn_pace(seed: int) -> Callable[[], Awaitable[None]]:
-    numbers = count()
-
-    async def pace() -> None:
-        for _ in range(xxhash.xxh3_64_intdigest(f"{seed} {next(numbers)}".encode()) % 60):
-            await asyncio.sleep(0)
-
-    return pace
 
 
 @dataclass(frozen=True)
@@ -365,6 +204,37 @@ def test_every_version_is_swapped_into_the_engine_and_its_pause_recorded(make_st
     assert all(event["parity_max_abs"] == 0 for event in swapped)
 
 
+@dataclass
+class Patient(StandInTrainer):
+    """Saves, and ends a step, only once more was generated since the last step, while there is more to generate."""
+
+    rewards: StandInRewards = field(default_factory=StandInRewards)
+    last_version: int = 0
+    num_seen: int = 0
+
+    async def train(self, batch: Batch) -> StepReport:
+        await self._wait_for_generation()
+        report = await super().train(batch)
+        self.num_seen = self.rewards.num_verdicts
+        return report
+
+    async def save(self, directory: str) -> None:
+        await self._wait_for_generation()
+        await super().save(directory)
+
+    async def _wait_for_generation(self) -> None:
+        while self.version < self.last_version and self.rewards.num_verdicts == self.num_seen:
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("every", [1, 100])
+def test_invariant_13_generation_waits_neither_for_training_nor_for_saving(make_stage: MakeStage, every: int) -> None:
+    """If it did, each would wait for the other, and neither would come to its end."""
+    stage = make_stage({"run": {"steps": 12}, "staleness": {"max_staleness": 3}, "checkpoint": {"every": every}})
+    stage.trainer = Patient(3 + 1, rewards=stage.rewards, last_version=12 - 3 - 1)
+    check_finished(stage.config, stage.run())
+
+
 # A crash after any event
 
 
@@ -465,6 +335,22 @@ def test_the_wait_for_a_batch_never_loses_a_cancellation(make_stage: MakeStage, 
     for num_turns in range(6):
         asyncio.run(cancel_after(num_turns))
     log.close()
+
+
+def test_a_run_that_is_stopped_at_any_moment_ends_at_once_and_can_go_on(make_stage: MakeStage) -> None:
+    async def stop_after(stage: Stage, num_turns: int) -> None:
+        running = asyncio.create_task(stage.play())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        was_running = running.cancel()
+        done, _ = await asyncio.wait({running}, timeout=20)
+        assert done and running.cancelled() == was_running, f"stopped after {num_turns} turns"
+
+    for num_turns in range(1, 600, 13):
+        stage = make_stage({"run": {"steps": 4}}, rewards=StandInRewards(num_turns))
+        asyncio.run(stop_after(stage, num_turns))
+        again = make_stage({"run": {"steps": 4, "dir": str(stage.directory)}})
+        check_finished(again.config, again.run())
 
 
 def test_an_engine_that_breaks_ends_the_run_and_does_not_pass_for_a_failing_workflow(make_stage: MakeStage) -> None:

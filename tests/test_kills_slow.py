@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -78,7 +79,7 @@ def num_lines(directory: Path) -> int:
 
 def config_of(eta: int, directory: Path, model: str) -> tuple[Path, Config]:
     # No looks at the engine but the last: every event is then one that a moment of the run brings about.
-    sections = {
+    sections: dict[str, dict[str, Any]] = {
         "run": {"steps": NUM_STEPS},
         "staleness": {"max_staleness": eta},
         "metrics": {"tensorboard": False, "stats_every_s": 3600.0},
@@ -128,7 +129,7 @@ def in_training(events: list[Event]) -> bool:
     return any(event.kind == "trained" for event in events)
 
 
-def local_run(tmp_path: Path, model: str, **sections: dict[str, object]) -> tuple[Path, Config]:
+def local_run(tmp_path: Path, model: str, **sections: dict[str, Any]) -> tuple[Path, Config]:
     task = {"train": f"{tmp_path}/task.py:rows", "verifier": f"{tmp_path}/task.py:slowly"}
     path = write_config(tmp_path, model, task=task, **{"run": {"runtime": "local", "steps": 6}} | sections)
     return path, load(path)
@@ -154,7 +155,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_name_and_resume_goes_on(
     check_finished(config, run.events())
 
 
-def inline_sections(config: Config) -> dict[str, dict[str, object]]:
+def inline_sections(config: Config) -> dict[str, dict[str, Any]]:
     values = config.model_dump()
     values["run"]["runtime"] = "inline"
     return values

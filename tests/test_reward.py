@@ -89,18 +89,18 @@ def read_input(task):
     return 1.0 if sys.stdin.read() == "" and os.read(0, 1) == b"" else 0.0
 
 def write_to_every_descriptor(task):
-    for descriptor in range(3, 64):
+    for descriptor in range(3, 1024):
         try: os.write(descriptor, b"\\xff" * 64)
         except OSError: pass
 
-def close_every_descriptor(task): os.closerange(3, 256)
+def close_every_descriptor(task): os.closerange(3, 1024)
 def kill_keeper(task):
     os.kill(os.getppid(), 9)
     time.sleep(30)
 
 def leave_a_thread_and_crash(task):
     threading.Thread(target=time.sleep, args=(600,)).start()
-    os.closerange(3, 256)
+    os.closerange(3, 1024)
 
 def break_the_source(task):
     with open(__file__, "w") as file: file.write("raise RuntimeError('gone bad')")

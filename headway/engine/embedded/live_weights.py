@@ -78,9 +78,6 @@ class Head:
 
 class LiveWeights:
     def __init__(self, model: PreTrainedModel, num_rows: int):
-        for parameter in model.parameters():
-            # A mapped file's tensors start at odd addresses, staged ones do not; single-row products differ by that.
-            parameter.data = parameter.data.clone()
         weights = named_weights(model)
         self._shadow = ShadowWeights(weights)
         self._head = Head(weights["lm_head.weight"], num_rows)
