@@ -190,7 +190,8 @@ def check_supported(config: PreTrainedConfig, where: str) -> None:
 def load_config(path: str) -> PreTrainedConfig:
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ConfigError(f"{path} is not a model directory: it has no config.json")
-    if not Path(path).exists() and (path.count("/") != 1 or path.startswith((".", "/", "~"))):
+    looks_local = path.count("/") != 1 or path.startswith((".", "/", "~")) or Path(path).parent.is_dir()
+    if looks_local and not Path(path).exists():
         raise ConfigError(f"model directory {path} does not exist; make it (`headway sft CONFIG`) or set model.path")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path)
