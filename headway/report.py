@@ -70,6 +70,7 @@ class Summary:
     staleness_max: int | None
     staleness_bound: int | None
     parity_max_abs: float | None
+    sampled_gap_max_abs: float | None
     pause_ms_mean: float | None
     pause_ms_max: float | None
     num_dropped: int
@@ -125,7 +126,8 @@ def summarise(events: Sequence[Event], extra: dict[str, Any] | None = None) -> S
         staleness_mean=_mean(_present(trained, "staleness_mean")),
         staleness_max=max(map(int, _present(trained, "staleness_max")), default=None),
         staleness_bound=head.get("worst_staleness"),
-        parity_max_abs=max([*_present(history["swapped"], "parity_max_abs"), *_sampled_gaps(history)], default=None),
+        parity_max_abs=max(_present(history["swapped"], "parity_max_abs"), default=None),
+        sampled_gap_max_abs=max(_sampled_gaps(history), default=None),
         pause_ms_mean=_mean(pauses),
         pause_ms_max=max(pauses, default=None),
         num_dropped=dropped.total(),
@@ -248,7 +250,8 @@ def table(summary: Summary) -> Table:
         "tokens trained": f"{summary.tokens_trained:,} ({_share(summary.goodput)} of those generated)",
         "staleness": f"mean {_figure(summary.staleness_mean)}, max {_figure(summary.staleness_max)}, "
         f"bound {'none' if summary.staleness_bound is None else summary.staleness_bound}",
-        "log-prob parity": f"largest difference {_figure(summary.parity_max_abs)}",
+        "log-prob parity": f"largest difference {_figure(summary.parity_max_abs)} on the probe, "
+        f"{_figure(summary.sampled_gap_max_abs)} on sampled tokens",
         "pause for new weights": f"mean {_figure(summary.pause_ms_mean)} ms, max {_figure(summary.pause_ms_max)} ms",
         "busy": f"engine {_share(summary.engine_busy_share)}, trainer {_share(summary.trainer_busy_share)}",
         "waited": f"trainer for groups {summary.trainer_wait_s:,.1f} s, "
