@@ -5,7 +5,7 @@ Invariants that live here:
      missing trajectory moves a reward into another group's mean.
 
 No critic and γ = λ = 1: every sampled token of a trajectory has the advantage of the trajectory.
-Array suffixes: N trajectories, T tokens of one sequence.
+Array suffix: N trajectories.
 """
 
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.types import NOT_SAMPLED, Batch, Floats, Trajectory
+from headway.types import Batch, Floats
 
 EPSILON = 1e-6
 """Added to the standard deviation, so that rewards that differ only by rounding do not become advantages of ±1."""
@@ -43,12 +43,6 @@ def batch_advantages(batch: Batch, kind: Literal["group", "batch"]) -> dict[tupl
     advantages_N = group_relative(rewards_N, group_ids_N) if kind == "group" else global_batch(rewards_N)
     keys = [(group_id, trajectory.index) for group_id, trajectory in rows]
     return dict(zip(keys, advantages_N.tolist(), strict=True))
-
-
-def token_advantages(trajectory: Trajectory, advantage: float) -> tuple[Floats, ...]:
-    """For each sequence an array of its length: `advantage` where a token was sampled, 0 elsewhere."""
-    sampled = (sequence.versions != NOT_SAMPLED for sequence in trajectory.sequences)
-    return tuple(np.where(sampled_T, np.float32(advantage), np.float32(0)) for sampled_T in sampled)
 
 
 def _normalised(rewards_N: NDArray[Any], epsilon: float) -> NDArray[np.float64]:

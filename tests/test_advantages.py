@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.advantages import EPSILON, batch_advantages, global_batch, group_relative, token_advantages
+from headway.advantages import EPSILON, batch_advantages, global_batch, group_relative
 from headway.types import NOT_SAMPLED, Batch, Failure, Group, Reward, Sequence, StopReason, Trajectory
 
 repeatable = settings(derandomize=True, deadline=None, database=None, max_examples=150)
@@ -119,9 +119,3 @@ def test_batch_advantages_are_keyed_by_group_and_trajectory_and_survive_incomple
     assert list(by_group) == [(4, 0), (4, 2), (5, 1), (9, 0), (9, 1)]
     assert list(by_group.values()) == pytest.approx([1, -1, 0, -1, 1], abs=1e-5)
     assert list(batch_advantages(batch, "batch").values()) == pytest.approx(scalar_normalised([1, 0, 1, 2, 4]))
-
-
-def test_token_advantages_reach_every_sampled_token_of_every_sequence_and_no_other() -> None:
-    first, second = token_advantages(trajectory(0, 1.0, 2.0), -0.5)
-    assert first.dtype == np.float32
-    assert first.tolist() == second.tolist() == [0, -0.5, 0, -0.5]

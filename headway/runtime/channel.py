@@ -7,6 +7,7 @@ of the encoding, so that a payload this process cannot read still fails the call
 import asyncio
 import struct
 import traceback
+from abc import ABC, abstractmethod
 from typing import Any, cast
 
 from headway.errors import BY_NAME, HeadwayError
@@ -47,7 +48,7 @@ def error_from_plain(plain: list[Any]) -> HeadwayError:
     return error
 
 
-class Channel(asyncio.BufferedProtocol):
+class Channel(asyncio.BufferedProtocol, ABC):
     """One end of a connection: whole frames in, whole frames out.
 
     Frames of one turn of the event loop leave in one write. Received payloads are views into a buffer that is used
@@ -72,8 +73,9 @@ class Channel(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
+    @abstractmethod
     def frame_received(self, kind: int, call: int, payload: memoryview) -> None:
-        raise NotImplementedError
+        """A whole frame has arrived; the payload is valid during this call only."""
 
     def send(self, kind: int, call: int, payload: bytes = b"") -> None:
         if len(payload) > MAX_FRAME_BYTES:
