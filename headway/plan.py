@@ -75,8 +75,14 @@ def _step(prepared: Prepared) -> str:
 
 
 def _warnings(prepared: Prepared) -> list[str]:
+    from headway.engine.embedded import native
+
     config = prepared.config
     found = []
+    if config.engine.kind == "embedded" and config.engine.device == "cpu" and native.compiler() is None:
+        found.append(
+            "no C++ compiler (c++, g++ or clang++) was found; the engine runs at about two thirds of its speed"
+        )
     if config.sampling.top_k or config.sampling.top_p < 1:
         found.append("top-k or top-p truncates sampling, while log-probs are of the full distribution")
     if len(prepared.prompts) < config.trainer.batch_groups:

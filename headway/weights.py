@@ -158,8 +158,9 @@ class ShadowWeights:
             if theirs != ours:
                 raise WeightMismatch(f"version {version}: {name} was published as {theirs}, loaded as {ours}")
 
-    def staged(self, name: str) -> Tensor:
-        return self._shadow[id(self._live[name])]
+    def staged(self, parameter: Tensor) -> Tensor:
+        """What a parameter will be after the swap."""
+        return self._shadow[id(parameter)]
 
     def swap(self) -> dict[str, str]:
         """Exchange live and shadow tensors; the fingerprints of what is now live."""

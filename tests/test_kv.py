@@ -2,6 +2,8 @@
 
 import math
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from headway.engine.embedded import native
+from headway.engine.embedded.decoder import Rotation, TorchOperations
 from headway.engine.embedded.kv import DecodeAttention, KvMemory, PrefillAttention, Row, decode_order
 from headway.packing import ModelShape
 
@@ -19,6 +23,8 @@ SHAPE = ModelShape(
 WIDE = ModelShape(
     num_layers=2, hidden_size=32, intermediate_size=8, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=8
 )
+HEADS: Any = SimpleNamespace(num_heads=4, num_kv_heads=2, head_dim=8, scaling=0.5, query_norm=None, key_norm=None)
+"""What attention asks of a layer."""
 CAPACITIES = (64, 128, 256, 512)
 SLAB = 2048
 
@@ -169,8 +175,12 @@ def random_rows(memory: KvMemory, lengths: list[int], generator: torch.Generator
     return rows, contents
 
 
-@pytest.mark.parametrize("fixed_shapes", [True, False])
-def test_decode_attention_of_rows_in_many_slabs_equals_one_query_at_a_time(fixed_shapes: bool) -> None:
+def unrotated(num_tokens: int) -> Rotation:
+    return Rotation(torch.ones(num_tokens, 8), torch.zeros(num_tokens, 8))
+
+
+@pytest.mark.parametrize("kind", ["fixed", "varying", "native"])
+def test_decode_attention_of_rows_in_many_slabs_equals_one_query_at_a_time(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     memory = make_memory(8, WIDE)
     lengths = [0, 63, 64, 5, 200, 127, 300, 1, 130, 64, 20, 500, 44, 63]
@@ -180,9 +190,18 @@ def test_decode_attention_of_rows_in_many_slabs_equals_one_query_at_a_time(fixed
     num_queries = len(rows) + 3
     query_THD = torch.randn(num_queries, 4, 8, generator=generator)
     key_TKD, value_TKD = torch.randn(2, num_queries, 2, 8, generator=generator)
-    attention = DecodeAttention(memory, [rows[i] for i in order], [lengths[i] for i in order], fixed_shapes)
+    given_rows, positions = [rows[i] for i in order], [lengths[i] for i in order]
+    attention: DecodeAttention | native.NativeDecodeAttention
+    if kind == "native":
+        if not native.supports(memory):
+            pytest.skip("no C++ compiler here")
+        operations = native.NativeOperations(torch.float32)
+        attention = native.NativeDecodeAttention(memory, given_rows, positions, operations)
+    else:
+        attention = DecodeAttention(memory, given_rows, positions, TorchOperations(), kind == "fixed")
     for layer in range(2):
-        out_THD = attention.attend(layer, query_THD, key_TKD, value_TKD, 0.5)
+        qkv = torch.cat([query_THD, key_TKD, value_TKD], dim=1)
+        out_THD = attention.attend(layer, HEADS, qkv, unrotated(num_queries)).view(num_queries, 4, 8)
         for query, i in enumerate(order):
             before_KSD = contents_LKSD_of[i][2 * layer : 2 * layer + 2].transpose(1, 2)
             keys, values = torch.cat([before_KSD, torch.stack([key_TKD, value_TKD])[:, query : query + 1]], dim=1)
@@ -199,16 +218,17 @@ def test_prefill_attention_in_packed_chunks_equals_one_query_at_a_time() -> None
     lengths = [70, 3, 129]
     rows = [row for length in lengths if (row := memory.allocate(length)) is not None]
     query, key, value = ([torch.randn(n, heads, 8, generator=generator) for n in lengths] for heads in (4, 2, 2))
+    qkv = [torch.cat(parts, dim=1) for parts in zip(query, key, value, strict=True)]
     outs: list[list[Tensor]] = [[], [], []]
     done = [0, 0, 0]
     for chunk in (1, 40, 64, 64):
         steps = [min(chunk, length - start) for length, start in zip(lengths, done, strict=True)]
         chosen = [i for i in range(3) if steps[i]]
         parts = [slice(done[i], done[i] + steps[i]) for i in chosen]
-        packed = (torch.cat([x[i][p] for i, p in zip(chosen, parts, strict=True)]) for x in (query, key, value))
+        packed = torch.cat([qkv[i][p] for i, p in zip(chosen, parts, strict=True)])
         starts, sizes = [done[i] for i in chosen], [steps[i] for i in chosen]
-        attention = PrefillAttention(memory, [rows[i] for i in chosen], starts, sizes)
-        out = attention.attend(1, *packed, 0.5)
+        attention = PrefillAttention(memory, [rows[i] for i in chosen], starts, sizes, TorchOperations())
+        out = attention.attend(1, HEADS, packed, unrotated(len(packed))).view(-1, 4, 8)
         for i, piece in zip(chosen, out.split(sizes), strict=True):
             outs[i].append(piece)
             done[i] += steps[i]

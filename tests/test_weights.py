@@ -194,7 +194,7 @@ def test_live_weights_are_untouched_until_the_swap_and_proved_after_it(publisher
         update = publisher.publish(version, numbered(float(version)))
         shadow.stage(update)
         assert equal(live, before) and shadow.staged_version == version
-        assert torch.equal(shadow.staged("head"), numbered(float(version))["head"])
+        assert torch.equal(shadow.staged(live["head"]), numbered(float(version))["head"])
         assert shadow.swap() == update.fingerprints == fingerprints(live)
         assert equal(live, numbered(float(version))) and shadow.staged_version is None
         assert (live["head"] is live["embed"]) == tied

@@ -1,6 +1,6 @@
 """The embedded engine: the default, in the package, for one machine.
 
-It runs the same transformers module the trainer trains. This file is the service: it takes requests in at any time,
+It runs the parameters of the transformers module the trainer trains. This file is the service: it takes requests in at any time,
 steps the core on the compute thread, and hands each request its own chunks. Between two steps is where weights are
 swapped and probes are scored. Receiving weights happens beside running generation, on a thread of its own.
 """

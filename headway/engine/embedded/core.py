@@ -23,11 +23,13 @@ from transformers import PreTrainedModel
 
 from headway.config import EngineSection
 from headway.engine import KvPolicy
+from headway.engine.embedded import native
+from headway.engine.embedded.decoder import CachedAttention, Decoder, Operations, TorchOperations
 from headway.engine.embedded.kv import DecodeAttention, KvMemory, PrefillAttention, Row, decode_order
 from headway.engine.embedded.live_weights import LiveWeights
 from headway.engine.embedded.sampler import request_counter, sample, uniforms
 from headway.errors import InvariantBroken, RequestRefused
-from headway.models import hidden_states, model_shape
+from headway.models import model_shape
 from headway.types import (
     Chunk,
     Completion,
@@ -111,7 +113,11 @@ class EngineCore:
         self.version = 0
         self._decode_text = decode_text
         self._kv = KvMemory(model_shape(model.config), model.dtype, section.kv_tokens, max_context)
-        self._weights = LiveWeights(model, section.max_num_seqs)
+        self._operations: Operations = TorchOperations()
+        if native.supports(self._kv) and model.config.hidden_act == "silu":
+            self._operations = native.NativeOperations(model.dtype)
+        self._decoder = Decoder(self.model, self._operations, section.max_num_seqs)
+        self._weights = LiveWeights(self.model, [*self._decoder.matrices, self._decoder.head])
         self._waiting: deque[Live] = deque()
         self._waiting_prefixes: Counter[bytes] = Counter()
         self._running: list[Live] = []
@@ -300,8 +306,8 @@ class EngineCore:
 
     def _forward_chunk(self, tokens: Ints, rows: list[Row], starts: list[int], lengths: list[int]) -> Tensor:
         positions = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-        attention = PrefillAttention(self._kv, rows, starts, lengths)
-        return hidden_states(self.model, torch.from_numpy(tokens).long(), torch.cat(positions), attention)
+        attention = PrefillAttention(self._kv, rows, starts, lengths, self._operations)
+        return self._decoder.hidden_states(torch.from_numpy(tokens).long(), torch.cat(positions), attention)
 
     def _fork(self) -> None:
         for live in self._running:
@@ -342,16 +348,21 @@ class EngineCore:
         num_rows = self.section.max_num_seqs if self.deterministic else len(ready)
         padding = [0] * (num_rows - len(ready))
         rows = [live.row for live in ready if live.row is not None]
-        attention = DecodeAttention(self._kv, rows, positions, fixed_shapes=self.deterministic)
+        attention = self._decode_attention(rows, positions)
         last = [int(live.tokens[position]) for live, position in zip(ready, positions, strict=True)]
-        hidden = hidden_states(self.model, torch.tensor(last + padding), torch.tensor(positions + padding), attention)
-        logits = self._weights.logits(hidden)[: len(ready)]
+        hidden = self._decoder.hidden_states(torch.tensor(last + padding), torch.tensor(positions + padding), attention)
+        logits = self._decoder.head.logits(hidden)[: len(ready)]
         draws = uniforms(
             np.array([live.counter for live in ready], np.uint64),
             np.array([live.num_tokens - live.num_prompt for live in ready], np.uint64),
         )
         tokens, logprobs = sample(logits, [live.request.sampling for live in ready], draws)
         return tokens.tolist(), logprobs.tolist()
+
+    def _decode_attention(self, rows: list[Row], positions: list[int]) -> CachedAttention:
+        if isinstance(self._operations, native.NativeOperations):
+            return native.NativeDecodeAttention(self._kv, rows, positions, self._operations)
+        return DecodeAttention(self._kv, rows, positions, self._operations, fixed_shapes=self.deterministic)
 
     def _take_token(self, live: Live, token: int, logprob: float) -> None:
         live.append(token, logprob, self.version)
@@ -474,7 +485,7 @@ class EngineCore:
         for start, part in parts:
             hidden = self._forward_chunk(part, [row], [start], [len(part)])
             targets = torch.from_numpy(tokens[start + 1 : start + len(part) + 1]).long()
-            logprobs = (self._weights.logits(hidden[: len(targets)]) / temperature).log_softmax(-1)
+            logprobs = (self._decoder.head.logits(hidden[: len(targets)]) / temperature).log_softmax(-1)
             found.append(logprobs.gather(-1, targets[:, None]).squeeze(-1).numpy())
         self._kv.free(row)
         return np.concatenate(found)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway.engine.embedded.decoder import Layer, Operations, Rotation
 from headway.models import causal_attention
 from headway.packing import ModelShape
 
@@ -53,6 +54,8 @@ class KvMemory:
         # Zeros, not empty: masked positions meet a weight of 0, and 0 × NaN would poison the row.
         elements = self.slab_tokens * shape.num_kv_heads * shape.head_dim
         self._slabs = torch.zeros(self.num_slabs, 2 * shape.num_layers, elements, dtype=dtype)
+        self.dtype, self.device = dtype, self._slabs.device
+        self.layer_elements = elements
 
     @property
     def num_tokens(self) -> int:
@@ -116,6 +119,16 @@ class KvMemory:
     def _view_LKSD(self, row: Row) -> Tensor:
         return self.slab_view(row.size_class, row.slab)[:, row.index]
 
+    def place(self, row: Row) -> tuple[int, int]:
+        """Where a row's keys start, in elements from a layer's address, and how far apart its heads lie."""
+        described = self._classes[row.size_class]
+        head_elements = described.capacity * self.shape.head_dim
+        first = described.slabs[row.slab] * 2 * self.shape.num_layers * self.layer_elements
+        return first + row.index * self.shape.num_kv_heads * head_elements, head_elements
+
+    def layer_address(self, layer: int) -> int:
+        return self._slabs.data_ptr() + 2 * layer * self.layer_elements * self._slabs.element_size()
+
     def slab_view(self, size_class: int, slab: int) -> Tensor:
         """All rows of one slab: (L, R, K, S, D), keys of layer i at 2i, values at 2i + 1."""
         described = self._classes[size_class]
@@ -144,7 +157,10 @@ def decode_order(rows: Sequence[Row]) -> list[int]:
 class DecodeAttention:
     """One new token for each of many rows, given in `decode_order`. Queries beyond the rows are padding."""
 
-    def __init__(self, memory: KvMemory, rows: list[Row], positions: list[int], fixed_shapes: bool):
+    def __init__(
+        self, memory: KvMemory, rows: list[Row], positions: list[int], operations: Operations, fixed_shapes: bool
+    ):
+        self._operations = operations
         self._batches: list[_SlabBatch] = []
         start = 0
         while start < len(rows):
@@ -168,51 +184,60 @@ class DecodeAttention:
         rows_R = torch.tensor([row.index for row in rows[start:stop]])
         return _SlabBatch(start, stop, view, rows_R, positions_R, mask)
 
-    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float) -> Tensor:
-        num_kv_heads = key_TKD.shape[1]
-        out_THD = torch.zeros_like(query_THD, memory_format=torch.contiguous_format)
-        for batch in self._batches:
-            part = slice(batch.start, batch.stop)
-            keys, values = batch.view_LRKSD[2 * layer], batch.view_LRKSD[2 * layer + 1]
-            keys[batch.rows_R, :, batch.positions_R] = key_TKD[part]
-            values[batch.rows_R, :, batch.positions_R] = value_TKD[part]
-            if len(batch.rows_R) < len(keys):
-                keys, values = _take_rows(keys, batch.rows_R), _take_rows(values, batch.rows_R)
-            # The queries that share a key/value head stand in for a sequence dimension: no head is repeated.
-            query = query_THD[part].unflatten(1, (num_kv_heads, -1))
-            out = F.scaled_dot_product_attention(query, keys, values, attn_mask=batch.mask, scale=scaling)
-            out_THD[part] = out.flatten(1, 2)
-        return out_THD
+    def attend(self, index: int, layer: Layer, qkv_TXD: Tensor, rotation: Rotation) -> Tensor:
+        self._operations.rotate(qkv_TXD, layer, rotation)
+        query_TKGD = qkv_TXD[:, : layer.num_heads].unflatten(1, (layer.num_kv_heads, -1))
+        new_T2KD = qkv_TXD[:, layer.num_heads :].unflatten(1, (2, -1))
+        outs = [self._attend_slab(batch, index, query_TKGD, new_T2KD, layer.scaling) for batch in self._batches]
+        num_padding = len(qkv_TXD) - self._batches[-1].stop
+        if num_padding:
+            outs.append(query_TKGD.new_zeros(num_padding, *query_TKGD.shape[1:]))
+        return (torch.cat(outs) if len(outs) > 1 else outs[0]).flatten(1)
+
+    @staticmethod
+    def _attend_slab(batch: _SlabBatch, index: int, query_TKGD: Tensor, new_T2KD: Tensor, scaling: float) -> Tensor:
+        stored_2RKSD = batch.view_LRKSD[2 * index : 2 * index + 2]
+        stored_2RKSD[:, batch.rows_R, :, batch.positions_R] = new_T2KD[batch.start : batch.stop]
+        if len(batch.rows_R) < stored_2RKSD.shape[1]:
+            stored_2RKSD = _take_rows(stored_2RKSD, batch.rows_R)
+        # The queries that share a key/value head stand in for a sequence dimension: no head is repeated.
+        query = query_TKGD[batch.start : batch.stop]
+        keys, values = stored_2RKSD.unbind(0)
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=batch.mask, scale=scaling)
 
 
 def _same_slab(one: Row, other: Row) -> bool:
     return one.size_class == other.size_class and one.slab == other.slab
 
 
-def _take_rows(tensor_RKSD: Tensor, rows_R: Tensor) -> Tensor:
+def _take_rows(stored_2RKSD: Tensor, rows_R: Tensor) -> Tensor:
     """The named rows; a run of consecutive ones is a view, not a copy."""
     first, last = int(rows_R[0]), int(rows_R[-1])
     if last - first + 1 == len(rows_R):
-        return tensor_RKSD[first : last + 1]
-    return tensor_RKSD[rows_R]
+        return stored_2RKSD[:, first : last + 1]
+    return stored_2RKSD[:, rows_R]
 
 
 class PrefillAttention:
     """Chunks of several sequences, packed: each is written to its row and attends to all that row holds before it."""
 
-    def __init__(self, memory: KvMemory, rows: list[Row], starts: list[int], lengths: list[int]):
+    def __init__(
+        self, memory: KvMemory, rows: list[Row], starts: list[int], lengths: list[int], operations: Operations
+    ):
+        self._operations = operations
         self._views = [memory._view_LKSD(row) for row in rows]
         self._starts, self._lengths = starts, lengths
 
-    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float) -> Tensor:
+    def attend(self, index: int, layer: Layer, qkv_TXD: Tensor, rotation: Rotation) -> Tensor:
+        self._operations.rotate(qkv_TXD, layer, rotation)
+        query_THD, new_T2KD = qkv_TXD[:, : layer.num_heads], qkv_TXD[:, layer.num_heads :].unflatten(1, (2, -1))
         outs_HTD = []
         offset = 0
         for view_LKSD, start, length in zip(self._views, self._starts, self._lengths, strict=True):
             part, stop = slice(offset, offset + length), start + length
-            keys, values = view_LKSD[2 * layer], view_LKSD[2 * layer + 1]
-            keys[:, start:stop] = key_TKD[part].transpose(0, 1)
-            values[:, start:stop] = value_TKD[part].transpose(0, 1)
-            query = query_THD[part].transpose(0, 1)
-            outs_HTD.append(causal_attention(query, keys[:, :stop], values[:, :stop], scaling))
+            stored_2KSD = view_LKSD[2 * index : 2 * index + 2]
+            stored_2KSD[:, :, start:stop] = new_T2KD[part].permute(1, 2, 0, 3)
+            keys, values = stored_2KSD[:, :, :stop].unbind(0)
+            outs_HTD.append(causal_attention(query_THD[part].transpose(0, 1), keys, values, layer.scaling))
             offset += length
-        return torch.cat(outs_HTD, dim=1).transpose(0, 1)
+        return torch.cat(outs_HTD, dim=1).transpose(0, 1).flatten(1)

@@ -1,13 +1,17 @@
 """The weights the engine runs, the set staged beside them, and the exchange of the two.
 
-On a CPU with oneDNN, wide matrices are also kept in that library's own layout: a decode step's products are 1.2 to 2
-times as fast, the head's the most, and the copy is made while staging, not while decoding. Logits are always fp32.
+Matrices that meet the same input are laid side by side. On a CPU with oneDNN, wide ones are kept in that library's own
+layout: a decode step's products are 1.2 to 2 times as fast, the head's the most. Both copies are made while staging,
+not while decoding. Logits are always fp32.
 
 Invariant that lives here:
  11. Weight sync is proved at every load: what is packed is packed from the bytes whose fingerprints were checked.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -33,32 +37,38 @@ def _product(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-class PackedLinear(nn.Module):
-    """Stands in for an `nn.Linear`, under the same parameter names, and multiplies by the packed copy."""
+class Matrix:
+    """One or more linear layers with the same input, as one product."""
 
-    def __init__(self, linear: nn.Linear, num_rows: int):
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
+    def __init__(self, linears: Sequence[nn.Linear], num_rows: int):
+        self._parameters = [linear.weight for linear in linears]
+        self._biases = [linear.bias for linear in linears if linear.bias is not None]
         self._num_rows = num_rows
-        self._live = _pack(linear.weight, num_rows)
-        self._staged: Tensor | None = None
+        self._live = self._staged = self._prepared(lambda parameter: parameter)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return _product(inputs, self._live, self.bias)
+    def _prepared(self, value: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None, bool]:
+        weight = torch.cat([value(parameter).detach() for parameter in self._parameters])
+        bias = torch.cat([value(parameter).detach() for parameter in self._biases]) if self._biases else None
+        packed = packable(weight)
+        return _pack(weight, self._num_rows) if packed else weight, bias, packed
 
-    def stage(self, weight: Tensor) -> None:
-        self._staged = _pack(weight, self._num_rows)
+    def __call__(self, inputs: Tensor) -> Tensor:
+        weight, bias, packed = self._live
+        return _product(inputs, weight, bias) if packed else F.linear(inputs, weight, bias)
+
+    def stage(self, staged: Callable[[Tensor], Tensor]) -> None:
+        """Prepare what the layers will be, given by what each of their parameters will be."""
+        self._staged = self._prepared(staged)
 
     def swap(self) -> None:
-        assert self._staged is not None
-        self._live, self._staged = self._staged, None
+        self._live = self._staged
 
 
 class Head:
     """Hidden states to fp32 logits; a narrower head is cast once per version rather than at every step."""
 
     def __init__(self, weight: Tensor, num_rows: int):
-        self._num_rows = num_rows
+        self._parameter, self._num_rows = weight, num_rows
         self._packed = packable(weight)
         self._live = self._staged = self._prepared(weight)
 
@@ -66,8 +76,8 @@ class Head:
         exact = weight.detach().float() if weight.device.type == "cpu" else weight.detach()
         return _pack(exact, self._num_rows) if self._packed else exact
 
-    def stage(self, weight: Tensor) -> None:
-        self._staged = self._prepared(weight)
+    def stage(self, staged: Callable[[Tensor], Tensor]) -> None:
+        self._staged = self._prepared(staged(self._parameter))
 
     def swap(self) -> None:
         self._live = self._staged
@@ -77,11 +87,11 @@ class Head:
 
 
 class LiveWeights:
-    def __init__(self, model: PreTrainedModel, num_rows: int):
-        weights = named_weights(model)
-        self._shadow = ShadowWeights(weights)
-        self._head = Head(weights["lm_head.weight"], num_rows)
-        self._linears = _replace_linears(model, num_rows)
+    """A model's parameters, and the products made from them, as one set that changes at once."""
+
+    def __init__(self, model: PreTrainedModel, products: Sequence[Matrix | Head]):
+        self._shadow = ShadowWeights(named_weights(model))
+        self._products = products
 
     @property
     def staged_version(self) -> int | None:
@@ -90,27 +100,12 @@ class LiveWeights:
     def stage(self, update: WeightUpdate) -> None:
         """Receive an update beside the live weights; they are untouched."""
         self._shadow.stage(update)
-        for name, linear in self._linears.items():
-            linear.stage(self._shadow.staged(f"{name}.weight"))
-        self._head.stage(self._shadow.staged("lm_head.weight"))
+        for product in self._products:
+            product.stage(self._shadow.staged)
 
     def swap(self) -> dict[str, str]:
         """Make the staged set live; its fingerprints."""
         fingerprints = self._shadow.swap()
-        for linear in self._linears.values():
-            linear.swap()
-        self._head.swap()
+        for product in self._products:
+            product.swap()
         return fingerprints
-
-    def logits(self, hidden_TC: Tensor) -> Tensor:
-        return self._head.logits(hidden_TC)
-
-
-def _replace_linears(model: PreTrainedModel, num_rows: int) -> dict[str, PackedLinear]:
-    """Put a `PackedLinear` in the place of every wide matrix of the decoder, the head aside."""
-    replaced = {}
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and name != "lm_head" and packable(module.weight):
-            replaced[name] = PackedLinear(module, num_rows)
-            model.set_submodule(name, replaced[name])
-    return replaced
