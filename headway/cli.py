@@ -207,7 +207,7 @@ def bench(
     """Run a benchmark of the source tree; arguments go to it."""
     directory = Path(__file__).resolve().parent.parent / "bench"
     script = directory / f"{name}.py"
-    known = sorted({path.stem for path in directory.glob("*.py")} - {"common", "vllm_env"})
+    known = sorted({path.stem for path in directory.glob("*.py")} - {"common", "shapes", "vllm_env"})
     if not script.is_file():
         raise HeadwayError(f"there is no benchmark {name}; the source tree has {', '.join(known) or 'none here'}")
     sys.argv = [str(script), *context.args]

@@ -6,6 +6,7 @@ names the nearest known one. A component is given its own section and never read
 
 import difflib
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -14,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headway.codec import portable
 from headway.errors import ConfigError
+
+DEFAULT_KV_TOKENS = 65536  # on a CPU; a GPU gives what it has free
 
 
 class Section(BaseModel):
@@ -89,10 +92,10 @@ class EngineSection(Section):
     kind: Literal["embedded", "fake"] = Field(
         "embedded", description="who generates: the embedded engine, or a stand-in"
     )
-    device: str = Field("cpu", description="where it computes")
+    device: str = Field("cpu", description="where it computes: cpu, cuda or cuda:1")
     max_num_seqs: int = Field(64, ge=1, description="sequences decoded together")
     max_context: int = Field(0, ge=0, description="longest sequence; 0 takes the model's own limit")
-    kv_tokens: int = Field(65536, ge=256, description="key/value memory, in tokens")
+    kv_tokens: int = Field(0, ge=0, description="key/value memory, in tokens; 0 takes 65536, or what a GPU has free")
     prefill_chunk: int = Field(512, ge=16, description="most prompt tokens computed between two decode steps")
     kv_on_swap: Literal["recompute", "keep"] = Field(
         "recompute", description="what becomes of running sequences' keys and values"
@@ -107,6 +110,7 @@ class StalenessSection(Section):
 
 
 class TrainerSection(Section):
+    device: str = Field("cpu", description="where it computes: cpu, cuda or cuda:1")
     batch_groups: int = Field(32, ge=1, description="groups per training step (B)")
     minibatches: int = Field(1, ge=1, description="optimizer steps per training step")
     token_budget: int = Field(8192, ge=16, description="most tokens in one micro-batch")
@@ -118,6 +122,7 @@ class TrainerSection(Section):
     adam_eps: float = Field(1e-5, gt=0, description="AdamW ε")
     clip_norm: float = Field(1.0, gt=0, description="largest gradient norm")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    compile: bool = Field(True, description="compile the model's blocks on a GPU: faster, after half a minute")
     logprob_chunk: int = Field(2048, ge=1, description="tokens whose logits exist at one time")
     threads: int = Field(2, ge=1, description="CPU threads of the trainer")
     max_skipped: int = Field(3, ge=1, description="non-finite steps in a row that end the run")
@@ -294,7 +299,7 @@ def all_keys() -> dict[str, str]:
 def _check_contradictions(config: Config, where: str) -> None:
     batch, rollout, trainer = config.trainer.batch_groups, config.rollout, config.trainer
     longest = config.engine.max_context
-    problems = {
+    problems: dict[str, object] = {
         f"rollout.max_groups = {rollout.max_groups} can never fill a batch of trainer.batch_groups = {batch}; "
         "raise max_groups or lower batch_groups": 0 < rollout.max_groups < batch,
         f"trainer.token_budget = {trainer.token_budget} is smaller than one sequence of engine.max_context = {longest} "
@@ -303,15 +308,16 @@ def _check_contradictions(config: Config, where: str) -> None:
             trainer.minibatches > batch
         ),
         f"engine.kv_tokens = {config.engine.kv_tokens} cannot hold two sequences of engine.max_context = {longest}; "
-        "raise kv_tokens or lower max_context": longest and config.engine.kv_tokens < 2 * longest,
+        "raise kv_tokens or lower max_context": longest and 0 < config.engine.kv_tokens < 2 * longest,
         f"sampling.max_tokens = {config.sampling.max_tokens} leaves no room for a prompt in engine.max_context = "
         f"{longest}; lower max_tokens": longest and config.sampling.max_tokens >= longest,
         "algorithm.advantage = group compares trajectories of one prompt and needs rollout.group_size of 2 or more": (
             config.algorithm.advantage == "group" and rollout.group_size < 2
         ),
-        f"engine.device = {config.engine.device} is neither cpu nor cuda; set one of them": config.engine.device
-        not in ("cpu", "cuda"),
     }
+    for knob, device in {"engine.device": config.engine.device, "trainer.device": config.trainer.device}.items():
+        sentence = f"{knob} = {device} is neither cpu nor cuda nor a GPU by number, such as cuda:1; set one of them"
+        problems[sentence] = not re.fullmatch(r"cpu|cuda(:\d+)?", device)
     for sentence, wrong in problems.items():
         if wrong:
             raise ConfigError(f"{where}: {sentence}")

@@ -69,7 +69,7 @@ def prepare(config: Config) -> Prepared:
     from headway.models import load_config
     from headway.rollout import check_workflow
 
-    check_device(config.engine.device)
+    check_devices(config)
     check_workflow(config.rollout.workflow)
     _check_path(config.model.path)
     model_config = load_config(config.model.path)
@@ -107,13 +107,17 @@ def _samplings(config: Config, stops: tuple[int, ...]) -> tuple[Sampling, Sampli
     return training, replace(training, temperature=config.evaluate.temperature, top_k=0, top_p=1.0)
 
 
-def check_device(device: str) -> None:
-    if device == "cpu":
+def check_devices(config: Config) -> None:
+    """That the devices named are there and can do what is asked of them."""
+    names = {"engine.device": config.engine.device, "trainer.device": config.trainer.device}
+    if set(names.values()) == {"cpu"}:
         return
-    import torch
+    from headway.models import DTYPES, find_device
 
-    there = f"{torch.cuda.device_count()} found" if torch.cuda.is_available() else "none found"
-    raise ConfigError(f"engine.device = {device} asks for a GPU ({there}), and this engine runs on the CPU; set cpu")
+    for knob, name in names.items():
+        find_device(knob, name, DTYPES[config.model.dtype])
+    if config.run.deterministic and config.engine.device != "cpu":
+        raise ConfigError("run.deterministic is bit for bit on a CPU only; set engine.device = cpu, or turn it off")
 
 
 def _check_path(path: str) -> None:
@@ -129,7 +133,7 @@ def _check_sizes(config: Config, context: int, longest: int) -> None:
             f"trainer.token_budget = {config.trainer.token_budget} is smaller than one sequence of up to {longest} "
             "tokens (prompt and sampling.max_tokens); raise the budget or lower max_tokens"
         )
-    if config.engine.kv_tokens < 2 * context:
+    if 0 < config.engine.kv_tokens < 2 * context:
         raise ConfigError(
             f"engine.kv_tokens = {config.engine.kv_tokens} cannot hold two sequences of the context of {context} "
             "tokens; raise kv_tokens or lower engine.max_context"

@@ -3,8 +3,10 @@
 Shape suffixes: T packed tokens of one micro-batch, M the sampled tokens among them.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from headway.advantages import batch_advantages
 from headway.config import AlgorithmSection
+from headway.models import CPU, to_device
 from headway.packing import pack
 from headway.types import Batch, Floats, Group, Ints
 
@@ -27,7 +30,6 @@ class Sample:
     versions: Ints
     advantage: float
     temperature: float
-    proximal: Floats | None = None  # filled in before the weights of this training step move
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +43,7 @@ class MicroBatch:
     behaviour_M: Tensor
     versions_M: Tensor
     advantages_M: Tensor
-    proximal_M: Tensor | None
+    proximal_M: Tensor | None = None  # filled in before the weights of this training step move
 
     @property
     def forward_arguments(self) -> tuple[Tensor, Tensor, list[int], Tensor, Tensor]:
@@ -76,29 +78,39 @@ def minibatches_of(batch: Batch, algorithm: AlgorithmSection, num_minibatches: i
     return [[sample for group in groups for sample in samples_of(group, advantages)] for groups in dealt]
 
 
-def micro_batches(samples: list[Sample], token_budget: int, cost: Callable[[int], float]) -> list[MicroBatch]:
-    lengths = [len(sample.tokens) for sample in samples]
-    return [_assemble([samples[i] for i in indices]) for indices in pack(lengths, token_budget, cost=cost)]
+def micro_batches(
+    samples: list[Sample], token_budget: int, cost: Callable[[int], float], device: torch.device = CPU
+) -> list[MicroBatch]:
+    parts = arranged([len(sample.tokens) for sample in samples], token_budget, cost)
+    return [assemble([samples[i] for i in indices], device) for indices in parts]
 
 
-def _assemble(samples: list[Sample]) -> MicroBatch:
+def arranged(lengths: list[int], token_budget: int, cost: Callable[[int], float]) -> list[list[int]]:
+    """The sequences of each micro-batch: as few micro-batches as the budget allows, and equal work in each."""
+    # Opened one by one, the first would take all the long sequences and the last would stay half empty.
+    return pack(lengths, token_budget, max(1, math.ceil(sum(lengths) / token_budget)), cost)
+
+
+def assemble(samples: list[Sample], device: torch.device) -> MicroBatch:
+    """The samples end to end, in the order given, as one micro-batch."""
     lengths = [len(sample.tokens) for sample in samples]
     starts = np.cumsum([0, *lengths[:-1]])
     counts = [len(sample.where) for sample in samples]
-    proximal = [sample.proximal for sample in samples if sample.proximal is not None]
+
+    def joined(arrays: Iterable[NDArray[Any]]) -> Tensor:
+        return to_device(torch.from_numpy(np.concatenate(list(arrays))), device)
+
+    def repeated(values: list[float]) -> Tensor:
+        return to_device(torch.from_numpy(np.repeat(np.array(values, np.float32), counts)), device)
+
     return MicroBatch(
         samples=samples,
         lengths=lengths,
-        tokens_T=torch.from_numpy(np.concatenate([sample.tokens for sample in samples])).long(),
-        positions_T=torch.cat([torch.arange(length) for length in lengths]),
-        where_M=torch.from_numpy(np.concatenate([s.where + start for s, start in zip(samples, starts, strict=True)])),
-        temperature_M=_repeat([sample.temperature for sample in samples], counts),
-        behaviour_M=torch.from_numpy(np.concatenate([sample.behaviour for sample in samples])),
-        versions_M=torch.from_numpy(np.concatenate([sample.versions for sample in samples])),
-        advantages_M=_repeat([sample.advantage for sample in samples], counts),
-        proximal_M=torch.from_numpy(np.concatenate(proximal)) if len(proximal) == len(samples) else None,
+        tokens_T=joined(sample.tokens.astype(np.int64) for sample in samples),
+        positions_T=joined(np.arange(length) for length in lengths),
+        where_M=joined(sample.where + start for sample, start in zip(samples, starts, strict=True)),
+        temperature_M=repeated([sample.temperature for sample in samples]),
+        behaviour_M=joined(sample.behaviour for sample in samples),
+        versions_M=joined(sample.versions for sample in samples),
+        advantages_M=repeated([sample.advantage for sample in samples]),
     )
-
-
-def _repeat(values: list[float], counts: list[int]) -> Tensor:
-    return torch.from_numpy(np.repeat(np.array(values, np.float32), counts))

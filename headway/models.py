@@ -5,10 +5,16 @@ which hands queries, keys and values to whatever `Attention` the caller passed i
 the engine's key/value memory for prefill and decode. One definition on both sides is what makes log-prob parity a
 fact rather than a hope.
 
+On a GPU, packed attention is one flash-attention call over all sequences, logprob_kernels.py turns logits into
+log-probs and gradients, and the decoder's blocks can be compiled: one compiled block serves every layer and length.
+
 Shape suffixes: T packed tokens, N sequences, H heads, K key/value heads, D head dimension, V vocabulary, C hidden size.
 """
 
+import inspect
 from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -17,12 +23,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils.logging import disable_progress_bar
 
@@ -32,6 +37,31 @@ from headway.packing import ModelShape
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CPU = torch.device("cpu")
+
+# torch 2.11 takes fewer key/value heads than query heads as they come; 2.12 wants to be told.
+_GROUPED_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+
+
+def find_device(knob: str, name: str, dtype: torch.dtype) -> torch.device:
+    """The device `knob` names; that it is not there, or cannot compute in `dtype`, is one sentence."""
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= there:
+        raise ConfigError(f"{knob} = {name} asks for a GPU that is not there ({there} found); set cpu or another")
+    device = torch.device("cuda", device.index or 0)
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+        raise ConfigError(f"{knob} = {name} is a GPU without bfloat16; set model.dtype = float32, or use another GPU")
+    return device
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`; the host goes on while a GPU still fetches it."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Attention(Protocol):
@@ -45,7 +75,8 @@ def _headway_attention(
 ) -> tuple[Tensor, None]:
     """The function transformers' attention layers call; tensors come as (1, heads, T, D)."""
     attention: Attention = kwargs["attention"]
-    layer = cast(int, module.layer_idx)
+    # A compiled block that looked at its own number would be compiled anew for every layer.
+    layer = 0 if isinstance(attention, PackedAttention) else cast(int, module.layer_idx)
     out_THD = attention.attend(
         layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scaling
     )
@@ -53,18 +84,30 @@ def _headway_attention(
 
 
 disable_progress_bar()  # loading is shown by whoever asked for it, not by bars of each process
+# Our attention knows its own sequence boundaries. No mask function of this name is registered, and must not be: then
+# transformers would look for boundaries too, reading positions back from the device in every forward pass.
 AttentionInterface.register("headway", _headway_attention)
-# Our attention knows its own sequence boundaries; without this line transformers would build a dense T×T mask.
-AttentionMaskInterface.register("headway", lambda *args, **kwargs: None)
 
 
 class PackedAttention:
-    """Causal attention over sequences laid end to end, without padding and without attending across borders."""
+    """Causal attention over sequences laid end to end, without padding and without attending across borders.
 
-    def __init__(self, lengths: list[int]):
+    On a GPU, 16-bit tensors go through one flash-attention call; its list of borders is made once for all layers.
+    """
+
+    def __init__(self, lengths: list[int], device: torch.device = CPU):
         self.lengths = lengths
+        self.longest = max(lengths, default=0)
+        self.borders_N: Tensor | None = None
+        if device.type == "cuda":
+            self.borders_N = to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
     def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float) -> Tensor:
+        if self.borders_N is not None and query_THD.dtype != torch.float32:
+            borders_N, longest = self.borders_N, self.longest
+            operands = (query_THD, key_TKD, value_TKD, borders_N, borders_N, longest, longest)
+            # A window of everything behind and nothing ahead is how this function is told to be causal.
+            return cast(Tensor, varlen_attn(*operands, scale=scaling, window_size=(-1, 0), **_GROUPED_HEADS))
         pieces = zip(
             *(x.transpose(0, 1).split(self.lengths, dim=1) for x in (query_THD, key_TKD, value_TKD)), strict=True
         )
@@ -109,6 +152,34 @@ def head_logits(hidden_TC: Tensor, weight_VC: Tensor) -> Tensor:
     return hidden_TC.float() @ weight_VC.float().T
 
 
+def _logprobs_of_chunk(logits_TV: Tensor, targets_T: Tensor, scale_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob of the target, entropy, and log of the normalising sum, of each row; the logits may be overwritten."""
+    if logits_TV.is_cuda:
+        from headway import logprob_kernels
+
+        return logprob_kernels.logprobs_of(logits_TV, targets_T, scale_T)
+    logits_TV = logits_TV * scale_T[:, None]
+    normalizer_T = logits_TV.logsumexp(-1)
+    log_softmax = logits_TV.sub_(normalizer_T[:, None])
+    logprobs_T = log_softmax.gather(-1, targets_T[:, None]).squeeze(-1)
+    return logprobs_T, -(log_softmax.exp() * log_softmax).sum(-1), normalizer_T
+
+
+def _gradient_of_chunk(
+    logits_TV: Tensor, targets_T: Tensor, scale_T: Tensor, normalizer_T: Tensor, grad_T: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The gradient of the logits in `dtype`: d logprob / d logits = onehot(target) − softmax."""
+    if logits_TV.is_cuda:
+        from headway import logprob_kernels
+
+        return logprob_kernels.gradient_of(logits_TV, targets_T, scale_T, normalizer_T, grad_T, dtype)
+    logits_TV = logits_TV * scale_T[:, None]
+    grad_logits = (logits_TV - normalizer_T[:, None]).exp_().neg_()
+    grad_logits.scatter_add_(-1, targets_T[:, None], torch.ones_like(grad_logits[:, :1]))
+    grad_logits *= (grad_T * scale_T)[:, None]
+    return grad_logits.to(dtype)
+
+
 class _LinearLogprob(torch.autograd.Function):
     """Log-prob and entropy of chosen tokens from hidden states; logits exist for `chunk` tokens at a time only."""
 
@@ -119,11 +190,9 @@ class _LinearLogprob(torch.autograd.Function):
         normalizer_T = torch.empty_like(logprobs_T)
         for start in range(0, len(targets_T), chunk):
             part = slice(start, start + chunk)
-            logits = head_logits(hidden_TC[part], weight_VC) * scale_T[part, None]
-            normalizer_T[part] = logits.logsumexp(-1)
-            log_softmax = logits.sub_(normalizer_T[part, None])
-            logprobs_T[part] = log_softmax.gather(-1, targets_T[part, None]).squeeze(-1)
-            entropy_T[part] = -(log_softmax.exp() * log_softmax).sum(-1)
+            logits = head_logits(hidden_TC[part], weight_VC)
+            found = _logprobs_of_chunk(logits, targets_T[part], scale_T[part])
+            logprobs_T[part], entropy_T[part], normalizer_T[part] = found
         ctx.save_for_backward(hidden_TC, weight_VC, targets_T, scale_T, normalizer_T)
         ctx.chunk = chunk
         ctx.mark_non_differentiable(entropy_T)
@@ -137,15 +206,20 @@ class _LinearLogprob(torch.autograd.Function):
         grad_weight = torch.zeros(weight_VC.shape, dtype=torch.float32, device=weight_VC.device)
         for start in range(0, len(targets_T), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits = head_logits(hidden_TC[part], weight_VC) * scale_T[part, None]
-            # d logprob / d logits = onehot(target) − softmax
-            grad_logits = (logits - normalizer_T[part, None]).exp_().neg_()
-            grad_logits.scatter_add_(-1, targets_T[part, None], torch.ones_like(grad_logits[:, :1]))
-            grad_logits *= (grad_T[part] * scale_T[part])[:, None]
-            operand = grad_logits.to(weight_VC.dtype)
+            logits = head_logits(hidden_TC[part], weight_VC)
+            places = targets_T[part], scale_T[part], normalizer_T[part], grad_T[part]
+            operand = _gradient_of_chunk(logits, *places, weight_VC.dtype)
+            del logits  # before the products below take memory of their own
             grad_hidden[part] = operand @ weight_VC
-            grad_weight += (operand.T @ hidden_TC[part]).float()
+            grad_weight += _product(operand.T, hidden_TC[part])
         return grad_hidden, grad_weight.to(weight_VC.dtype), None, None, None
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """The matrix product in fp32; on a GPU it is never rounded to the operands' type on the way."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).float()
 
 
 def linear_logprobs(
@@ -168,11 +242,17 @@ class Policy(nn.Module):
         self, tokens_T: Tensor, positions_T: Tensor, lengths: list[int], where_M: Tensor, temperature_M: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the M tokens at packed places `where_M` (never the first of a sequence)."""
-        hidden_TC = hidden_states(self.model, tokens_T, positions_T, PackedAttention(lengths))
+        hidden_TC = hidden_states(self.model, tokens_T, positions_T, PackedAttention(lengths, tokens_T.device))
         # The state before a token predicts it.
         predicting_MC = hidden_TC.index_select(0, where_M - 1)
         weight_VC = cast(nn.Linear, self.model.lm_head).weight
         return linear_logprobs(predicting_MC, weight_VC, tokens_T[where_M], temperature_M, self.logprob_chunk)
+
+
+def compile_blocks(model: PreTrainedModel) -> None:
+    """Compile the decoder's blocks where they stand: one piece of code for all layers and any number of tokens."""
+    for layer in cast(nn.ModuleList, cast(nn.Module, model.model).layers):
+        layer.compile(dynamic=True)
 
 
 def check_supported(config: PreTrainedConfig, where: str) -> None:
@@ -266,18 +346,58 @@ def named_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return tensors
 
 
-def shard(policy: Policy, dtype: torch.dtype) -> None:
-    """Wrap the policy in FSDP2 where there is something for it to do: several ranks, or weights cast to `dtype`.
+class Masters:
+    """The fp32 weights that the optimizer moves, by parameter name.
 
-    The parameters stay fp32 and are cast where they are gathered, so the forward pass uses exactly what is published.
-    One fp32 rank needs neither, and runs the module as it is; nothing else in the trainer knows the difference.
+    Where they are not what the module computes with, they lie beside it: the module holds them cast to `dtype`, which
+    is what its passes use and what is published; each gradient is added to its master's, in fp32, as soon as it is
+    whole; and `refresh` casts anew after the masters moved.
+    """
+
+    def __init__(self, policy: nn.Module, dtype: torch.dtype | None = None):
+        self.named: dict[str, Tensor] = dict(policy.named_parameters())
+        self._cast: list[tuple[Tensor, Tensor]] = []
+        if dtype is None:
+            return
+        for name, parameter in list(self.named.items()):
+            master = self.named[name] = nn.Parameter(parameter.data)
+            parameter.data = master.data.to(dtype)
+            parameter.register_post_accumulate_grad_hook(partial(_hand_over_gradient, master))
+            self._cast.append((parameter, master))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        for parameter, master in self._cast:
+            parameter.copy_(master)
+
+    def put_back(self) -> None:
+        """End the arrangement: the module has the masters themselves."""
+        for parameter, master in self._cast:
+            parameter.data = master.data
+        self._cast.clear()
+
+
+def _hand_over_gradient(master: Tensor, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    if master.grad is None:
+        master.grad = parameter.grad.float()
+    else:
+        master.grad += parameter.grad
+    parameter.grad = None
+
+
+def shard(policy: Policy, dtype: torch.dtype) -> Masters:
+    """Make the policy compute in `dtype` from fp32 masters: over several ranks by FSDP2, on one rank without it.
+
+    FSDP2 keeps the parameters fp32 and casts them where they are gathered. One rank has nothing to gather, and casting
+    once a step is cheaper than once a pass. Either way the forward pass uses exactly what is published, and nothing
+    else in the trainer knows the difference.
     """
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if num_ranks == 1 and dtype == torch.float32:
-        return
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    wrap(policy, init_device_mesh("cpu", (num_ranks,)), dtype)
+    if num_ranks == 1:
+        return Masters(policy, None if dtype == torch.float32 else dtype)
+    wrap(policy, init_device_mesh(next(policy.parameters()).device.type, (num_ranks,)), dtype)
+    return Masters(policy)
 
 
 def wrap(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from headway.config import Config
+from headway.config import DEFAULT_KV_TOKENS, Config
 from headway.launch import Prepared, prepare
 from headway.packing import ModelShape
 
@@ -61,8 +61,10 @@ def _processes(config: Config) -> str:
 def _engine_memory(config: Config, shape: ModelShape, num_parameters: int) -> str:
     width = _BYTES[config.model.dtype]
     weights = 2 * width * num_parameters
-    kv = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * width * config.engine.kv_tokens
-    return f"{_gigabytes(weights)} for two sets of weights, {_gigabytes(kv)} for keys and values"
+    kv_tokens = config.engine.kv_tokens or (DEFAULT_KV_TOKENS if config.engine.device == "cpu" else 0)
+    kv = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * width * kv_tokens
+    rest = f"{_gigabytes(kv)} for keys and values" if kv else "most of the rest for keys and values"
+    return f"{_gigabytes(weights)} for two sets of weights, {rest}"
 
 
 def _step(prepared: Prepared) -> str:

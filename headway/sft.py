@@ -16,7 +16,7 @@ from headway import checkpoint
 from headway.config import Config
 from headway.errors import ConfigError, HeadwayError
 from headway.microbatch import MicroBatch, Sample, micro_batches
-from headway.models import Policy, build_model, load_model, model_shape
+from headway.models import DTYPES, Masters, Policy, build_model, find_device, load_model, model_shape, shard
 from headway.packing import flops
 from headway.prompts import load_rows
 from headway.tokenizer import build_character_tokenizer, encode_prompt, load_tokenizer
@@ -33,22 +33,27 @@ def sft(config: Config, report: Report) -> tuple[Path, list[float]]:
     out = Path(section.out or Path(config.run.dir) / "model")
     checkpoint.check_replaceable(out)
     torch.set_num_threads(config.trainer.threads)
+    # A CPU gains nothing from a narrower type here, and loses precision.
+    dtype = torch.float32 if config.trainer.device == "cpu" else DTYPES[config.model.dtype]
+    device = find_device("trainer.device", config.trainer.device, dtype)
     model, tokenizer = _start(config)
     samples = _samples(config, tokenizer)
-    policy = Policy(model, config.trainer.logprob_chunk).train()
-    optimizer = adamw(policy, config.trainer, section.lr)
+    policy = Policy(model, config.trainer.logprob_chunk).train().to(device)
+    masters = shard(policy, dtype)
+    optimizer = adamw(masters.named.values(), config.trainer, section.lr)
     cost = partial(flops, shape=model_shape(model.config))
     order = np.random.Generator(np.random.Philox(config.run.seed))
     losses = []
     for step in range(section.steps):
         chosen = order.choice(len(samples), min(section.batch_size, len(samples)), replace=False)
-        packed = micro_batches([samples[int(i)] for i in chosen], config.trainer.token_budget, cost)
+        packed = micro_batches([samples[int(i)] for i in chosen], config.trainer.token_budget, cost, device)
         for group in optimizer.param_groups:
             group["lr"] = section.lr * warmed_up(step, section.warmup_steps)
-        losses.append(_step(policy, optimizer, packed, config.trainer.clip_norm))
+        losses.append(_step(policy, masters, optimizer, packed, config.trainer.clip_norm))
         if not math.isfinite(losses[-1]):
             raise HeadwayError(f"the loss of warm-up step {step + 1} is not a finite number; lower sft.lr")
         report(step + 1, section.steps, losses[-1])
+    masters.put_back()
     out.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.save_model(out, model, tokenizer)
     return out, losses
@@ -82,16 +87,19 @@ def _samples(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Sample]
     return samples
 
 
-def _step(policy: Policy, optimizer: torch.optim.Optimizer, packed: list[MicroBatch], clip_norm: float) -> float:
+def _step(
+    policy: Policy, masters: Masters, optimizer: torch.optim.Optimizer, packed: list[MicroBatch], clip_norm: float
+) -> float:
     """One optimizer step on the mean negative log-likelihood of the trained tokens."""
     num_tokens = sum(len(micro_batch.where_M) for micro_batch in packed)
     optimizer.zero_grad(set_to_none=True)
-    total = 0.0
+    parts = []
     for micro_batch in packed:
         logprobs_M, _ = policy(*micro_batch.forward_arguments)
         loss = -logprobs_M.sum() / num_tokens
         loss.backward()
-        total += float(loss.detach())
-    torch.nn.utils.clip_grad_norm_(policy.parameters(), clip_norm)
+        parts.append(loss.detach())
+    torch.nn.utils.clip_grad_norm_(masters.named.values(), clip_norm)
     optimizer.step()
-    return total
+    masters.refresh()
+    return float(sum(torch.stack(parts).tolist()))

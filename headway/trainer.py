@@ -1,7 +1,9 @@
 """The trainer: batch → micro-batches → loss → optimizer step → published weights.
 
 It is blind to where the data came from. The proximal pass is free in the first minibatch, where π_prox is exactly
-π_θ before the step; later minibatches get theirs from a forward pass before any weight moves.
+π_θ before the step; later minibatches get theirs from a forward pass before any weight moves. The host hands a whole
+training step to the device and reads back once, at its end: whether an optimizer step may move the weights is decided
+on the device.
 
 Invariants that live here:
   7. The loss is Eq. 5 (losses.py); what this file adds is that π_prox is the weights before this training step.
@@ -11,7 +13,8 @@ Invariants that live here:
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,14 +28,33 @@ from headway.config import AlgorithmSection, ModelSection, TrainerSection
 from headway.errors import ConfigError, InvariantBroken
 from headway.losses import PolicyLossInput, PolicyLossOutput, decoupled_ppo, merge_metrics, naive_ppo
 from headway.microbatch import MicroBatch, Sample, micro_batches, minibatches_of
-from headway.models import DTYPES, Policy, full_tensor, load_model, model_shape, named_weights, shard, shard_like
+from headway.models import (
+    DTYPES,
+    Policy,
+    compile_blocks,
+    find_device,
+    full_tensor,
+    load_model,
+    model_shape,
+    named_weights,
+    shard,
+    shard_like,
+)
 from headway.packing import flops
 from headway.runtime import offload
 from headway.tokenizer import load_tokenizer
-from headway.types import Batch, Ints, Scores, StepReport, WeightUpdate
+from headway.types import Batch, Floats, Ints, Scores, StepReport, WeightUpdate
 from headway.weights import Publisher, digest, fingerprints
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """A minibatch that was handed to the device; its figures may not exist yet."""
+
+    denominator: int
+    metrics: dict[str, Tensor]
 
 
 class Trainer:
@@ -45,12 +67,15 @@ class Trainer:
         self.worst_staleness = worst_staleness
         self.version = 0
         self._model_path, self._dtype = model.path, DTYPES[model.dtype]
+        self.device = find_device("trainer.device", section.device, self._dtype)
         self._model = load_model(model.path, torch.float32)
         if section.gradient_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.policy = Policy(self._model, section.logprob_chunk).train()
-        shard(self.policy, self._dtype)
-        self.optimizer = adamw(self.policy, section, section.lr)
+        self.policy = Policy(self._model, section.logprob_chunk).train().to(self.device)
+        self.masters = shard(self.policy, self._dtype)
+        if section.compile and self.device.type == "cuda" and self._dtype != torch.float32:
+            compile_blocks(self._model)
+        self.optimizer = adamw(self.masters.named.values(), section, section.lr)
         self._cost = partial(flops, shape=model_shape(self._model.config))
         self._publisher = Publisher()
 
@@ -79,19 +104,12 @@ class Trainer:
         """One training step: all minibatches of the batch; adds one version, or none if anything was not finite."""
         started = time.time()
         self._check(batch)
-        minibatches = minibatches_of(batch, self.algorithm, self.section.minibatches)
-        for minibatch in minibatches[1:]:
-            self._fill_proximal(minibatch)
-        before = self._snapshot() if len(minibatches) > 1 else None
-        self._set_learning_rate()
-        outcomes, skipped = [], ""
-        for minibatch in minibatches:
-            metrics, skipped = self._train_minibatch(minibatch, batch.version)
-            outcomes.append(metrics)
-            if skipped:
-                break
-        if skipped and before is not None:
-            self._restore(before)
+        minibatches = [part for part in minibatches_of(batch, self.algorithm, self.section.minibatches) if part]
+        # Ratios are clamped, so an infinite one would pass through the loss as a number, and a meaningless one.
+        if all(np.isfinite(sample.behaviour).all() for part in minibatches for sample in part):
+            metrics, skipped = self._train_minibatches(minibatches, batch.version)
+        else:
+            metrics, skipped = {}, "a behaviour log-prob is not finite"
         if not skipped:
             self.version += 1
         return StepReport(
@@ -100,7 +118,7 @@ class Trainer:
             num_tokens=batch.num_sampled,
             started=started,
             seconds=time.time() - started,
-            metrics=_summarise(outcomes, self.optimizer.param_groups[0]["lr"]),
+            metrics=_per_token(metrics) | {"lr": self.optimizer.param_groups[0]["lr"]},
         )
 
     def _check(self, batch: Batch) -> None:
@@ -110,32 +128,54 @@ class Trainer:
         if self.worst_staleness is not None and worst > self.worst_staleness:
             raise InvariantBroken(f"a batch is {worst} versions stale, beyond the bound of {self.worst_staleness}")
 
-    def _train_minibatch(self, samples: list[Sample], version: int) -> tuple[dict[str, Tensor], str]:
-        """One optimizer step; the metrics of its micro-batches, and why it was skipped, if it was."""
-        denominator = sum(len(sample.where) for sample in samples)
-        if denominator == 0:
-            return {}, ""
-        # Ratios are clamped, so an infinite one would pass through the loss as a number, and a meaningless one.
-        if not all(np.isfinite(sample.behaviour).all() for sample in samples):
-            return {}, "a behaviour log-prob is not finite"
+    def _train_minibatches(self, minibatches: list[list[Sample]], version: int) -> tuple[dict[str, float], str]:
+        """The sums of the step's metrics, and why it was skipped, if it was; then nothing has moved."""
+        packed = [self._pack(samples) for samples in minibatches]
+        packed[1:] = [[self._with_proximal(micro_batch) for micro_batch in part] for part in packed[1:]]
+        before = self._snapshot() if len(packed) > 1 else None
+        untouched = not self.optimizer.state
+        self._set_learning_rate()
+        spoilt = torch.zeros((), device=self.device)
+        outcomes = []
+        for part in packed:
+            outcome, spoilt = self._train_minibatch(part, version, spoilt)
+            outcomes.append(outcome)
+        metrics, skipped = _read_back(outcomes)
+        metrics["micro_batches"] = float(sum(map(len, packed)))
+        if skipped:
+            self.optimizer.zero_grad(set_to_none=True)
+            if before is not None:
+                self._restore(before)
+            if untouched:
+                self.optimizer.state.clear()
+        return metrics, skipped
+
+    def _train_minibatch(
+        self, micro_batches: list[MicroBatch], version: int, spoilt: Tensor
+    ) -> tuple[_Outcome, Tensor]:
+        """One optimizer step, which moves nothing if loss or gradient are not finite, or something was `spoilt` before.
+
+        What it returns in the place of `spoilt` is 1 in that case, else 0.
+        """
+        denominator = sum(len(micro_batch.where_M) for micro_batch in micro_batches)
         self.optimizer.zero_grad(set_to_none=True)
         parts = []
-        for micro_batch in self._pack(samples):
+        for micro_batch in micro_batches:
             output = self._loss(micro_batch, denominator, version)
             output.loss.backward()
             parts.append(output.metrics | {"loss_sum": output.loss.detach() * denominator})
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.section.clip_norm)
-        metrics = merge_metrics(parts)
-        metrics |= {"grad_norm_max": full_tensor(norm), "micro_batches": torch.tensor(float(len(parts)))}
-        loss, norm_value = float(metrics["loss_sum"]), float(metrics["grad_norm_max"])
-        if not (math.isfinite(loss) and math.isfinite(norm_value)):
-            self.optimizer.zero_grad(set_to_none=True)
-            return metrics, f"loss {loss / denominator:g}, gradient norm {norm_value:g}"
+        norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.masters.named.values(), self.section.clip_norm))
+        metrics = merge_metrics(parts) | {"grad_norm_max": norm}
+        finite = torch.isfinite(metrics["loss_sum"]) & torch.isfinite(norm)
+        spoilt = torch.maximum(spoilt, (~finite).to(spoilt.dtype))
+        # Where torch's loss scaling says that gradients overflowed: the fused step reads it on the device.
+        self.optimizer.found_inf = spoilt  # type: ignore[attr-defined]
         self.optimizer.step()
-        return metrics, ""
+        self.masters.refresh()
+        return _Outcome(denominator, metrics), spoilt
 
     def _pack(self, samples: list[Sample]) -> list[MicroBatch]:
-        return micro_batches(samples, self.section.token_budget, self._cost)
+        return micro_batches(samples, self.section.token_budget, self._cost, self.device)
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         out: tuple[Tensor, Tensor] = self.policy(*micro_batch.forward_arguments)
@@ -165,12 +205,8 @@ class Trainer:
         return PolicyLossOutput(output.loss, output.metrics | extra)
 
     @torch.no_grad()
-    def _fill_proximal(self, samples: list[Sample]) -> None:
-        for micro_batch in self._pack(samples):
-            logprobs_M, _ = self._forward(micro_batch)
-            counts = [len(sample.where) for sample in micro_batch.samples]
-            for sample, proximal in zip(micro_batch.samples, logprobs_M.split(counts), strict=True):
-                sample.proximal = proximal.numpy()
+    def _with_proximal(self, micro_batch: MicroBatch) -> MicroBatch:
+        return replace(micro_batch, proximal_M=self._forward(micro_batch)[0])
 
     def _set_learning_rate(self) -> None:
         for group in self.optimizer.param_groups:
@@ -179,25 +215,25 @@ class Trainer:
     def _snapshot(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self._state_tensors()}
 
-    def _restore(self, tensors: dict[str, Tensor]) -> None:
+    def _restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Put weights and optimizer back, in place."""
-        by_name = dict(self.policy.named_parameters())
         with torch.no_grad():
-            for name, parameter in by_name.items():
-                parameter.copy_(shard_like(parameter, tensors[f"weights/{name}"]))
+            for name, master in self.masters.named.items():
+                master.copy_(shard_like(master, tensors[f"weights/{name}"]))
                 found = {kind: tensors[key] for kind in _MOMENTS if (key := f"{kind}/{name}") in tensors}
-                state = {kind: shard_like(parameter, value.clone()) for kind, value in found.items()}
-                self.optimizer.state[parameter] = state
+                placed = {kind: value.to(master.device, copy=True) for kind, value in found.items()}
+                self.optimizer.state[master] = {kind: shard_like(master, value) for kind, value in placed.items()}
+        self.masters.refresh()
 
     def _state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Master weights and the optimizer's state, by parameter name."""
-        for name, parameter in self.policy.named_parameters():
-            yield f"weights/{name}", full_tensor(parameter.detach())
-            for kind, value in self.optimizer.state.get(parameter, {}).items():
+        for name, master in self.masters.named.items():
+            yield f"weights/{name}", full_tensor(master.detach())
+            for kind, value in self.optimizer.state.get(master, {}).items():
                 yield f"{kind}/{name}", full_tensor(value)
 
     def published_weights(self) -> dict[str, Tensor]:
-        """What engines receive: the cast tensors the forward pass uses; tied ones stay one tensor."""
+        """What engines receive: the cast tensors the forward pass uses, on this device; tied ones stay one tensor."""
         cast: dict[int, Tensor] = {}
         for tensor in named_weights(self._model).values():
             if id(tensor) not in cast:
@@ -205,21 +241,37 @@ class Trainer:
         return {name: cast[id(tensor)] for name, tensor in named_weights(self._model).items()}
 
     def publish_weights(self) -> WeightUpdate:
-        return self._publisher.publish(self.version, self.published_weights())
+        return self._publisher.publish(self.version, self._on_host(self.published_weights()))
+
+    def _on_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors where the host can read them; tied ones stay one tensor."""
+        if self.device.type == "cpu":
+            return dict(tensors)
+        held: dict[int, Tensor] = {}
+        for tensor in tensors.values():
+            if id(tensor) not in held:
+                pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
+                held[id(tensor)] = pinned.copy_(tensor, non_blocking=True)
+        torch.cuda.synchronize(self.device)
+        return {name: held[id(tensor)] for name, tensor in tensors.items()}
 
     def digest(self) -> str:
-        return digest(fingerprints(self.published_weights()))
+        return digest(fingerprints(self._on_host(self.published_weights())))
 
     @torch.no_grad()
     def score_sequences(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
         samples = [_whole_sample(tokens, temperature) for tokens in sequences]
-        self._fill_proximal(samples)
-        zero = np.zeros(1, np.float32)
-        logprobs = [np.concatenate([zero, s.proximal]) for s in samples if s.proximal is not None]
-        return Scores(self.version, tuple(logprobs))
+        found: dict[int, Floats] = {}
+        for micro_batch in self._pack(samples):
+            logprobs_M = self._forward(micro_batch)[0].cpu()
+            counts = [len(sample.where) for sample in micro_batch.samples]
+            for sample, logprobs in zip(micro_batch.samples, logprobs_M.split(counts), strict=True):
+                found[id(sample)] = np.concatenate([np.zeros(1, np.float32), logprobs.numpy()])
+        return Scores(self.version, tuple(found[id(sample)] for sample in samples))
 
     def save_state(self, directory: Path) -> None:
-        tensors = dict(self._state_tensors()) | {"random_state": torch.get_rng_state()}
+        tensors = {name: tensor.cpu() for name, tensor in self._state_tensors()}
+        tensors["random_state"] = torch.get_rng_state()
         checkpoint.save(directory, self.version, tensors, {"digest": self.digest()})
 
     def load_state(self, directory: Path) -> int:
@@ -232,7 +284,7 @@ class Trainer:
 
     def _check_same_model(self, tensors: dict[str, Tensor], directory: Path) -> None:
         theirs = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name.startswith("weights/")}
-        ours = {f"weights/{name}": tuple(parameter.shape) for name, parameter in self.policy.named_parameters()}
+        ours = {f"weights/{name}": tuple(master.shape) for name, master in self.masters.named.items()}
         differing = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
         if differing:
             there, here = (shapes.get(differing[0], "absent") for shapes in (theirs, ours))
@@ -245,10 +297,11 @@ class Trainer:
         checkpoint.save_model(directory, model, load_tokenizer(self._model_path))
 
 
-def adamw(policy: torch.nn.Module, section: TrainerSection, lr: float) -> torch.optim.AdamW:
+def adamw(weights: Iterable[Tensor], section: TrainerSection, lr: float) -> torch.optim.AdamW:
     """Weight decay is for matrices; norms and biases are left alone."""
-    matrices = [parameter for parameter in policy.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in policy.parameters() if parameter.ndim < 2]
+    weights = list(weights)
+    matrices = [weight for weight in weights if weight.ndim >= 2]
+    vectors = [weight for weight in weights if weight.ndim < 2]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": section.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
@@ -274,10 +327,24 @@ def _whole_sample(tokens: Ints, temperature: float) -> Sample:
     return Sample(tokens, where, blank, np.zeros(len(where), np.int32), 0.0, temperature)
 
 
-def _summarise(parts: Iterable[dict[str, Tensor]], lr: float) -> dict[str, float]:
+def _read_back(outcomes: list[_Outcome]) -> tuple[dict[str, float], str]:
+    """The sums and maxima of all minibatches, and what was not finite, if anything was: the one wait for the device."""
+    if not outcomes:
+        return {}, ""
+    merged = merge_metrics(outcome.metrics for outcome in outcomes)
+    suspects = [outcome.metrics[name] for outcome in outcomes for name in ("loss_sum", "grad_norm_max")]
+    values = torch.stack([*merged.values(), *suspects]).tolist()
+    totals = dict(zip(merged, values, strict=False))
+    pairs = zip(values[len(merged) :: 2], values[len(merged) + 1 :: 2], strict=True)
+    for outcome, (loss, norm) in zip(outcomes, pairs, strict=True):
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return totals, f"loss {loss / outcome.denominator:g}, gradient norm {norm:g}"
+    return totals, ""
+
+
+def _per_token(totals: Mapping[str, float]) -> dict[str, float]:
     """Sums over all minibatches as the per-token figures a person reads."""
-    total = {name: float(value) for name, value in merge_metrics(part for part in parts if part).items()}
-    tokens = max(1.0, total.get("tokens", 0.0))
+    tokens = max(1.0, totals.get("tokens", 0.0))
     names = {
         "loss": "loss_sum",
         "entropy": "entropy_sum",
@@ -287,11 +354,10 @@ def _summarise(parts: Iterable[dict[str, Tensor]], lr: float) -> dict[str, float
         "kl": "kl_sum",
         "behaviour_kl": "behaviour_kl_sum",
     }
-    means = {shown: total.get(summed, 0.0) / tokens for shown, summed in names.items()}
+    means = {shown: totals.get(summed, 0.0) / tokens for shown, summed in names.items()}
     return means | {
-        "behaviour_weight_max": total.get("behaviour_weight_max", 0.0),
-        "logprob_gap_max": total.get("logprob_gap_max", 0.0),
-        "grad_norm": total.get("grad_norm_max", 0.0),
-        "num_micro_batches": total.get("micro_batches", 0.0),
-        "lr": lr,
+        "behaviour_weight_max": totals.get("behaviour_weight_max", 0.0),
+        "logprob_gap_max": totals.get("logprob_gap_max", 0.0),
+        "grad_norm": totals.get("grad_norm_max", 0.0),
+        "num_micro_batches": totals.get("micro_batches", 0.0),
     }

@@ -41,7 +41,7 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    array: NDArray[np.uint8] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    array: NDArray[np.uint8] = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return array.data
 
 
@@ -124,7 +124,9 @@ def open_update(update: WeightUpdate) -> dict[str, Tensor]:
 class ShadowWeights:
     """The receiving side: a second set of tensors beside a module's live ones."""
 
-    def __init__(self, live: Mapping[str, Tensor]):
+    def __init__(self, live: Mapping[str, Tensor], in_place: bool = False):
+        """With `in_place`, a swap copies the shadow set over the live one instead of exchanging the two."""
+        self._in_place = in_place
         self._live = {name: parameter for name, parameter in live.items() if isinstance(parameter, nn.Parameter)}
         self._shadow: dict[int, Tensor] = {}
         self._fingerprints: dict[str, str] = {}
@@ -166,7 +168,11 @@ class ShadowWeights:
         """Exchange live and shadow tensors; the fingerprints of what is now live."""
         if self.staged_version is None:
             raise InvariantBroken("a swap needs staged weights, and none are staged")
-        for parameter in {id(p): p for p in self._live.values()}.values():
-            parameter.data, self._shadow[id(parameter)] = self._shadow[id(parameter)], parameter.data
+        parameters = {id(parameter): parameter for parameter in self._live.values()}
+        if self._in_place:
+            torch._foreach_copy_([p.data for p in parameters.values()], [self._shadow[key] for key in parameters])
+        else:
+            for key, parameter in parameters.items():
+                parameter.data, self._shadow[key] = self._shadow[key], parameter.data
         self.staged_version = None
         return dict(self._fingerprints)

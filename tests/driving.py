@@ -21,6 +21,8 @@ from headway.types import Chunk, Completion, Floats, Ints, Request, RequestKey, 
 from headway.weights import Publisher
 
 torch.set_num_threads(1)
+DEVICE = "cpu"
+"""Where cores are made; tests of the GPU set it."""
 Event = Callable[[EngineCore], object]
 
 
@@ -38,7 +40,7 @@ def make_core(
     path: str, deterministic: bool = True, dtype: torch.dtype = torch.float32, context: int = 512, **settings: Any
 ) -> EngineCore:
     section = EngineSection(**{"max_num_seqs": 8, "kv_tokens": 65536, "prefill_chunk": 64, **settings})
-    model = copy.deepcopy(_loaded(path, dtype))
+    model = copy.deepcopy(_loaded(path, dtype)).to(torch.device(DEVICE))
     return EngineCore(model, section, context, deterministic, lambda tokens: decode(_tokenizer(path), tokens))
 
 

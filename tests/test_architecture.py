@@ -23,7 +23,7 @@ LAYERS: list[tuple[str, str]] = [
     # What a layer is, and its modules. A module imports only from layers above it in this list, or its own package.
     ("words everything is said in", "errors codec"),
     ("nouns and knobs", "types config"),
-    ("arithmetic", "staleness packing advantages losses"),
+    ("arithmetic", "staleness packing advantages losses logprob_kernels"),
     ("starting a class somewhere", "runtime"),
     ("contracts of user code", "references verifiers workflows"),
     ("the log", "events"),

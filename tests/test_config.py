@@ -182,7 +182,10 @@ def test_a_value_out_of_range_is_refused(key: str, value: Any, why: str) -> None
             {"rollout": {"group_size": 1}},
             "algorithm.advantage = group compares trajectories of one prompt and needs rollout.group_size of 2 or more",
         ),
-        ({"engine": {"device": "tpu"}}, "engine.device = tpu is neither cpu nor cuda; set one of them"),
+        (
+            {"engine": {"device": "tpu"}},
+            "engine.device = tpu is neither cpu nor cuda nor a GPU by number, such as cuda:1; set one of them",
+        ),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(sections: dict[str, Any], said: str) -> None:

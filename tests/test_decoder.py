@@ -31,7 +31,7 @@ def test_decoded_and_scored_logprobs_are_those_of_transformers(
 ) -> None:
     path = tiny_variant(variant)
     core = make_core(path, deterministic=False, prefill_chunk=16)
-    assert isinstance(core._operations, TorchOperations) == (operations == "torch")
+    assert isinstance(core._executor.operations, TorchOperations) == (operations == "torch")
     requests = [make_request(prompt(length, seed=length), group=length) for length in (1, 5, 40, 70)]
     outcome = drive(core, requests)
     reference = plain_model(path)

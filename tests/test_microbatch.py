@@ -1,8 +1,8 @@
 """Batches as packed tensors; invariant 12: the gradient does not depend on packing."""
 
 import dataclasses
+import math
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import pytest
@@ -22,7 +22,8 @@ from training import (
 
 from headway.config import AlgorithmSection
 from headway.errors import ConfigError
-from headway.microbatch import Sample, micro_batches, minibatches_of, samples_of
+from headway.microbatch import Sample, arranged, micro_batches, minibatches_of, samples_of
+from headway.packing import pack
 from headway.types import Batch, Group
 
 GROUPWISE = AlgorithmSection()
@@ -148,16 +149,20 @@ def test_packed_tensors_name_the_same_tokens_as_their_samples() -> None:
         assert starts == np.cumsum([0, *micro_batch.lengths[:-1]]).tolist()
 
 
-def test_proximal_log_probs_follow_their_samples_and_are_absent_until_all_are_known() -> None:
-    samples = minibatches_of(long_batch(), GROUPWISE, 1)[0]
-    samples[0].proximal = np.arange(len(samples[0].where), dtype=np.float32)
-    pack = partial(micro_batches, token_budget=4096, cost=float)
-    assert pack(samples)[0].proximal_M is None
-    for number, sample in enumerate(samples):
-        sample.proximal = np.full(len(sample.where), number, np.float32)
-    expected = np.repeat(np.arange(len(samples)), [len(sample.where) for sample in samples])
-    proximal_M = pack(samples)[0].proximal_M
-    assert proximal_M is not None and proximal_M.tolist() == expected.tolist()
+def test_long_and_short_sequences_are_spread_over_as_few_micro_batches_as_the_budget_allows() -> None:
+    """Filled one after another, the first would hold the long ones and cost far more than the last."""
+    lengths = np.random.default_rng(0).integers(5, 60, 60).tolist()
+    parts = arranged(lengths, 300, square)
+    assert len(parts) == math.ceil(sum(lengths) / 300) and sorted(i for part in parts for i in part) == list(range(60))
+    assert all(sum(lengths[i] for i in part) <= 300 for part in parts)
+    even, greedy = (
+        [sum(square(lengths[i]) for i in part) for part in found] for found in (parts, pack(lengths, 300, cost=square))
+    )
+    assert max(even) < 1.1 * min(even) and max(greedy) > 1.5 * min(greedy)
+
+
+def square(length: int) -> float:
+    return float(length**2)
 
 
 def test_a_sequence_longer_than_the_token_budget_is_one_sentence() -> None:

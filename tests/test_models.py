@@ -19,6 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import distance, gradients_of, plain_model, reference_logprobs
@@ -27,16 +28,20 @@ from headway import models
 from headway.config import InitSection
 from headway.errors import ConfigError
 from headway.models import (
+    Masters,
     PackedAttention,
     Policy,
     build_model,
     causal_attention,
+    find_device,
     full_tensor,
+    hidden_states,
     linear_logprobs,
     load_config,
     load_model,
     model_shape,
     named_weights,
+    shard,
     wrap,
 )
 
@@ -185,6 +190,60 @@ def test_the_last_queries_of_a_longer_past_see_all_keys_before_them() -> None:
     torch.testing.assert_close(packed.transpose(0, 1), whole, rtol=0, atol=1e-6)
 
 
+class Straight(PackedAttention):
+    """What packed attention is to a compiler, without its loop over sequences."""
+
+    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float) -> Tensor:
+        return query_THD * scaling * self.longest
+
+
+def test_one_compiled_block_serves_every_layer_and_any_number_of_tokens() -> None:
+    """Else a model of 28 layers would be compiled 28 times, or, past torch's limit, not at all."""
+    init = InitSection(hidden_size=32, num_layers=9, num_heads=2, num_kv_heads=1, intermediate_size=48)
+    model = build_model(init, 20, 0, 1, 64, seed=0).train()
+    torch._dynamo.reset()
+    counters.clear()
+    for layer in model.model.layers:
+        layer.compile(dynamic=True, backend="eager")
+    for lengths in ([9, 4], [7], [3, 3, 12]):
+        tokens = torch.arange(sum(lengths)) % 20
+        hidden_states(model, tokens, tokens, Straight(lengths)).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+# Masters
+
+
+def test_masters_collect_the_gradients_of_cast_weights_in_fp32_and_refresh_them(tiny_model: str) -> None:
+    parts = [draw_rows([20, 9]), draw_rows([4, 14], seed=1)]
+    policy = Policy(load_model(tiny_model), 16).train()
+    masters = shard(policy, torch.bfloat16)
+    one, other = (summed_gradients(policy, [part], 43, masters) for part in parts)
+    both = summed_gradients(policy, parts, 43, masters)
+    assert all(torch.equal(both[name], one[name] + other[name]) for name in both)
+    assert all(parameter.grad is None for parameter in policy.parameters())
+    with torch.no_grad():
+        for master in masters.named.values():
+            master.add_(1e-3)
+    masters.refresh()
+    for name, parameter in policy.named_parameters():
+        assert parameter.dtype == torch.bfloat16 and torch.equal(parameter, masters.named[name].bfloat16())
+    masters.put_back()
+    assert all(torch.equal(parameter, masters.named[name]) for name, parameter in policy.named_parameters())
+
+
+def test_masters_are_the_parameters_themselves_where_nothing_is_cast(tiny_model: str) -> None:
+    policy = Policy(load_model(tiny_model), 16)
+    assert shard(policy, torch.float32).named == dict(policy.named_parameters())
+
+
+def test_a_gpu_that_is_not_there_is_one_sentence() -> None:
+    wanted = f"cuda:{torch.cuda.device_count()}"
+    said = refused(lambda: find_device("trainer.device", wanted, torch.float32))
+    assert said.startswith(f"trainer.device = {wanted} asks for a GPU that is not there")
+    assert find_device("trainer.device", "cpu", torch.bfloat16) == torch.device("cpu")
+
+
 # FSDP2
 
 
@@ -195,12 +254,16 @@ def one_rank_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (1,))
 
 
-def summed_gradients(policy: Policy, parts: list[list[Any]], denominator: int) -> dict[str, Tensor]:
+def summed_gradients(
+    policy: Policy, parts: list[list[Any]], denominator: int, masters: Masters | None = None
+) -> dict[str, Tensor]:
     """Gradients of a weighted sum of log-probs over a global denominator, in as many passes as there are parts."""
+    for weight in masters.named.values() if masters else policy.parameters():
+        weight.grad = None
     for rows in parts:
         logprobs_M, _ = policy_logprobs(policy, rows, 0.7)
         (logprobs_M * torch.linspace(0.5, 1.5, len(logprobs_M))).sum().div(denominator).backward()
-    return gradients_of(policy, "model.")
+    return gradients_of(masters or policy, "model.")
 
 
 def test_invariant_12_one_wrapped_rank_has_the_gradient_of_the_unwrapped_module(

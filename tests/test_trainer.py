@@ -44,8 +44,9 @@ OBJECTIVES = ["decoupled", "naive"]
 
 
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:
-    named = trainer.policy.named_parameters()
-    return {name.removeprefix("model."): full_tensor(parameter.detach()).clone() for name, parameter in named}
+    """The masters, by their names in the plain model."""
+    named = trainer.masters.named.items()
+    return {name.removeprefix("model."): full_tensor(master.detach()).clone() for name, master in named}
 
 
 def stale_batch(path: str, version: int = 0, first: int = 0, num_groups: int = 4) -> Batch:
@@ -155,7 +156,7 @@ def test_gradients_are_clipped_to_the_norm_and_reported_as_they_were(tiny_model:
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in whole.values()))
     trainer = make_trainer(tiny_model, clip_norm=norm / 10)
     assert trainer.train_batch(batch).metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    clipped = gradients_of(trainer.policy, "model.")
+    clipped = gradients_of(trainer.masters, "model.")
     assert distance(clipped, {name: gradient / 10 for name, gradient in whole.items()}) < 1e-4
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headway import checkpoint
 from headway.config import AlgorithmSection, ModelSection, TrainerSection
-from headway.models import full_tensor
+from headway.models import Masters, full_tensor
 from headway.trainer import Trainer
 from headway.types import NOT_SAMPLED, Batch, Failure, Group, Reward, Sequence, StopReason, Trajectory
 
@@ -178,9 +178,10 @@ def reference_loss(
     return total / count
 
 
-def gradients_of(module: torch.nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """The gradient of every parameter, by its name in the plain model."""
-    named = {name.removeprefix(prefix): parameter.grad for name, parameter in module.named_parameters()}
+def gradients_of(source: torch.nn.Module | Masters, prefix: str = "") -> dict[str, Tensor]:
+    """The gradient of every parameter, or master, by its name in the plain model."""
+    weights = source.named if isinstance(source, Masters) else dict(source.named_parameters())
+    named = {name.removeprefix(prefix): weight.grad for name, weight in weights.items()}
     assert all(gradient is not None for gradient in named.values())
     return {name: full_tensor(gradient).clone() for name, gradient in named.items() if gradient is not None}
 
@@ -190,7 +191,7 @@ def trained_gradients(path: str, batch: Batch, **knobs: Any) -> dict[str, Tensor
     trainer = make_trainer(path, clip_norm=1e9, **knobs)
     report = trainer.train_batch(batch)
     assert not report.skipped
-    return gradients_of(trainer.policy, "model.")
+    return gradients_of(trainer.masters, "model.")
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

@@ -1,8 +1,8 @@
 """The embedded engine: the default, in the package, for one machine.
 
-It runs the parameters of the transformers module the trainer trains. This file is the service: it takes requests in at any time,
-steps the core on the compute thread, and hands each request its own chunks. Between two steps is where weights are
-swapped and probes are scored. Receiving weights happens beside running generation, on a thread of its own.
+It runs the parameters of the transformers module the trainer trains. This file is the service: it takes requests in at
+any time, steps the core on the compute thread, and hands each request its own chunks. Between two steps is where
+weights are swapped and probes are scored. Receiving weights happens beside running generation, on a thread of its own.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from headway.types import Chunk, Completion, EngineStats, Ints, Request, Request
 class EmbeddedEngine:
     def __init__(self, model_path: str, dtype: str, section: EngineSection, deterministic: bool):
         from headway.engine.embedded.core import EngineCore
-        from headway.models import DTYPES, load_config, load_model
+        from headway.models import DTYPES, find_device, load_config, load_model
         from headway.tokenizer import decode, load_tokenizer
 
         context = section.max_context or load_config(model_path).max_position_embeddings
@@ -30,7 +30,8 @@ class EmbeddedEngine:
                 self._tokenizer = load_tokenizer(model_path)
             return decode(self._tokenizer, tokens)
 
-        model = load_model(model_path, DTYPES[dtype])
+        device = find_device("engine.device", section.device, DTYPES[dtype])
+        model = load_model(model_path, DTYPES[dtype]).to(device)  # type: ignore[arg-type]  # transformers' own wrapper
         self._core = EngineCore(model, section, context, deterministic, decode_text)
         self._streams: dict[str, asyncio.Queue[Chunk | Completion]] = {}
         self._wake = asyncio.Event()

@@ -2,8 +2,8 @@
 
 A decode step multiplies a handful of rows by every matrix of the model, so what surrounds the products weighs as much
 as they do. Here queries, keys and values are one product, gate and up another; what lies between products is a set of
-`Operations` with one implementation in torch, here, and one in C++ (native.py). The mathematics, and the parameters,
-are the transformers module's; a test compares the two.
+`Operations`: in torch here, in C++ (native.py) and in Triton (cuda.py). The mathematics, and the parameters, are the
+transformers module's; a test compares the two.
 
 Shape suffixes: T tokens, X all heads (query, key and value), D head dimension, C hidden size, F feed-forward size,
 E query heads times head dimension.
@@ -55,16 +55,12 @@ class Layer:
 class Operations(Protocol):
     """What a layer does between its products."""
 
-    def add_norm(self, residual_TC: Tensor, delta_TC: Tensor | None, norm: nn.Module) -> Tensor:
-        """Add `delta` to the residual stream, in place; the normalised stream."""
+    def add_norm(self, residual_TC: Tensor, delta_TC: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """The residual stream with `delta` added, possibly in place, and that normalised."""
         ...
 
     def gated(self, gate_up_T2F: Tensor, layer: Layer) -> Tensor:
         """activation(gate) × up."""
-        ...
-
-    def rotate(self, qkv_TXD: Tensor, layer: Layer, rotation: Rotation) -> None:
-        """Normalise queries and keys where the family does, and rotate them by position, in place."""
         ...
 
 
@@ -90,25 +86,36 @@ class Decoder:
         """Final hidden states (T, C), before the head."""
         operations, layers = self._operations, self._layers
         residual_TC: Tensor = self._embedding(tokens_T)
-        rotation = Rotation(*(table[0] for table in self._rotary(residual_TC, positions_T[None])))
-        normed_TC = operations.add_norm(residual_TC, None, layers[0].before_attention)
+        rotation = self._rotation(residual_TC, positions_T)
+        residual_TC, normed_TC = operations.add_norm(residual_TC, None, layers[0].before_attention)
         following = [*(layer.before_attention for layer in layers[1:]), self._last_norm]
         for index, (layer, norm) in enumerate(zip(layers, following, strict=True)):
             qkv_TXD = layer.qkv(normed_TC).view(len(tokens_T), -1, layer.head_dim)
             attended_TC = layer.out(attention.attend(index, layer, qkv_TXD, rotation))
-            normed_TC = operations.add_norm(residual_TC, attended_TC, layer.before_feed_forward)
+            residual_TC, normed_TC = operations.add_norm(residual_TC, attended_TC, layer.before_feed_forward)
             forward_TC = layer.down(operations.gated(layer.gate_up(normed_TC), layer))
-            normed_TC = operations.add_norm(residual_TC, forward_TC, norm)
+            residual_TC, normed_TC = operations.add_norm(residual_TC, forward_TC, norm)
         return normed_TC
+
+    def _rotation(self, like: Tensor, positions_T: Tensor) -> Rotation:
+        return Rotation(*(table[0] for table in self._rotary(like, positions_T[None])))
+
+
+class RotatingOperations(Operations, Protocol):
+    """On a CPU, rotation is an operation of its own."""
+
+    def rotate(self, qkv_TXD: Tensor, layer: Layer, rotation: Rotation) -> None:
+        """Normalise queries and keys where the family does, and rotate them by position, in place."""
+        ...
 
 
 class TorchOperations:
     """The reference: plain torch, on any device."""
 
-    def add_norm(self, residual_TC: Tensor, delta_TC: Tensor | None, norm: nn.Module) -> Tensor:
+    def add_norm(self, residual_TC: Tensor, delta_TC: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
         if delta_TC is not None:
             residual_TC += delta_TC
-        return _rms_norm(residual_TC, norm)
+        return residual_TC, _rms_norm(residual_TC, norm)
 
     def gated(self, gate_up_T2F: Tensor, layer: Layer) -> Tensor:
         gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)

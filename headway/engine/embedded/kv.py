@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.engine.embedded.decoder import Layer, Operations, Rotation
+from headway.engine.embedded.decoder import Layer, RotatingOperations, Rotation
 from headway.models import causal_attention
 from headway.packing import ModelShape
 
@@ -68,8 +68,8 @@ class KvMemory:
     def capacity(self, row: Row) -> int:
         return self._classes[row.size_class].capacity
 
-    def allocate(self, num_tokens: int) -> Row | None:
-        """A row that holds `num_tokens`, or None when the memory is full."""
+    def allocate(self, num_tokens: int, donor: Row | None = None, num_shared: int = 0) -> Row | None:
+        """A row that holds `num_tokens`, or None when the memory is full. Rows share nothing: forking is copying."""
         number = next(i for i, size_class in enumerate(self._classes) if size_class.capacity >= num_tokens)
         size_class = self._classes[number]
         if len(size_class.rows) == len(size_class.slabs) * size_class.rows_per_slab:
@@ -111,6 +111,12 @@ class KvMemory:
         row.size_class, row.slab, row.index = larger.size_class, larger.slab, larger.index
         larger.size_class, larger.slab, larger.index = old_place
         self.free(larger)
+        return True
+
+    def shrink(self, row: Row, num_tokens: int) -> None:
+        """A row has one capacity: nothing is gained."""
+
+    def renew(self, row: Row, donor: Row | None = None, num_shared: int = 0) -> bool:
         return True
 
     def _position(self, row: Row) -> int:
@@ -158,7 +164,12 @@ class DecodeAttention:
     """One new token for each of many rows, given in `decode_order`. Queries beyond the rows are padding."""
 
     def __init__(
-        self, memory: KvMemory, rows: list[Row], positions: list[int], operations: Operations, fixed_shapes: bool
+        self,
+        memory: KvMemory,
+        rows: list[Row],
+        positions: list[int],
+        operations: RotatingOperations,
+        fixed_shapes: bool,
     ):
         self._operations = operations
         self._batches: list[_SlabBatch] = []
@@ -222,7 +233,7 @@ class PrefillAttention:
     """Chunks of several sequences, packed: each is written to its row and attends to all that row holds before it."""
 
     def __init__(
-        self, memory: KvMemory, rows: list[Row], starts: list[int], lengths: list[int], operations: Operations
+        self, memory: KvMemory, rows: list[Row], starts: list[int], lengths: list[int], operations: RotatingOperations
     ):
         self._operations = operations
         self._views = [memory._view_LKSD(row) for row in rows]

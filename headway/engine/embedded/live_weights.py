@@ -38,13 +38,21 @@ def _product(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Matrix:
-    """One or more linear layers with the same input, as one product."""
+    """One or more linear layers with the same input, as one product.
+
+    On a GPU the layers' parameters become views of the product's own tensor, which keeps its address for ever: writing
+    the parameters is all a swap has to do, and captured graphs stay valid.
+    """
 
     def __init__(self, linears: Sequence[nn.Linear], num_rows: int):
         self._parameters = [linear.weight for linear in linears]
         self._biases = [linear.bias for linear in linears if linear.bias is not None]
         self._num_rows = num_rows
         self._live = self._staged = self._prepared(lambda parameter: parameter)
+        if self._parameters[0].is_cuda:
+            _make_views(self._parameters, self._live[0])
+            if self._live[1] is not None:
+                _make_views(self._biases, self._live[1])
 
     def _prepared(self, value: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None, bool]:
         weight = torch.cat([value(parameter).detach() for parameter in self._parameters])
@@ -62,6 +70,11 @@ class Matrix:
 
     def swap(self) -> None:
         self._live = self._staged
+
+
+def _make_views(parameters: Sequence[Tensor], whole: Tensor) -> None:
+    for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data = part
 
 
 class Head:
@@ -87,11 +100,15 @@ class Head:
 
 
 class LiveWeights:
-    """A model's parameters, and the products made from them, as one set that changes at once."""
+    """A model's parameters, and the products made from them, as one set that changes at once.
+
+    On a CPU the two sets change places. On a GPU the staged one is copied over the live one, so that nothing moves.
+    """
 
     def __init__(self, model: PreTrainedModel, products: Sequence[Matrix | Head]):
-        self._shadow = ShadowWeights(named_weights(model))
-        self._products = products
+        in_place = model.device.type == "cuda"
+        self._shadow = ShadowWeights(named_weights(model), in_place)
+        self._products = [] if in_place else products
 
     @property
     def staged_version(self) -> int | None:

@@ -102,13 +102,13 @@ class NativeOperations:
         self._gated_silu = getattr(loaded, f"gated_silu_{name}")
         self._rotate = getattr(loaded, f"rotate_{name}")
 
-    def add_norm(self, residual_TC: Tensor, delta_TC: Tensor | None, norm: nn.Module) -> Tensor:
+    def add_norm(self, residual_TC: Tensor, delta_TC: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
         weight, eps = norm_parameters(norm)
         out = torch.empty_like(residual_TC)
         delta = None if delta_TC is None else delta_TC.data_ptr()
         rows, size = residual_TC.shape
         self._add_rms_norm(residual_TC.data_ptr(), delta, weight.data_ptr(), out.data_ptr(), eps, rows, size)
-        return out
+        return residual_TC, out
 
     def gated(self, gate_up_T2F: Tensor, layer: Layer) -> Tensor:
         rows, size = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2

@@ -1,0 +1,96 @@
+"""The engine's executor on a CPU: one decode step at a time over slabs of keys and values.
+
+Invariant that lives here:
+  5. Interruption is invisible when the weights did not change: in deterministic mode a sequence's arithmetic does not
+     depend on who shares its batch.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headway.config import DEFAULT_KV_TOKENS, EngineSection
+from headway.engine.embedded import native
+from headway.engine.embedded.decoder import CachedAttention, Decoder, RotatingOperations, TorchOperations
+from headway.engine.embedded.kv import DecodeAttention, KvMemory, PrefillAttention, Row, decode_order
+from headway.engine.embedded.live import Live
+from headway.engine.embedded.live_weights import LiveWeights
+from headway.engine.embedded.sampler import sample, uniforms
+from headway.models import model_shape
+from headway.types import Floats, Ints, WeightUpdate
+
+
+class CpuExecutor:
+    num_steps = 1
+
+    def __init__(self, model: PreTrainedModel, section: EngineSection, max_context: int, deterministic: bool):
+        self._section, self._deterministic = section, deterministic
+        self.memory = KvMemory(
+            model_shape(model.config), model.dtype, section.kv_tokens or DEFAULT_KV_TOKENS, max_context
+        )
+        self.operations: RotatingOperations = TorchOperations()
+        if native.supports(self.memory) and model.config.hidden_act == "silu":
+            self.operations = native.NativeOperations(model.dtype)
+        self._decoder = Decoder(model, self.operations, section.max_num_seqs)
+        self._weights = LiveWeights(model, [*self._decoder.matrices, self._decoder.head])
+
+    def prefill(self, chunks: Sequence[tuple[Live, int]]) -> None:
+        # Alone, a chunk's arithmetic depends on nothing but itself; packed, it is faster.
+        for batch in [[chunk] for chunk in chunks] if self._deterministic else [chunks]:
+            rows = [live.row for live, _ in batch]
+            starts, lengths = [live.num_cached for live, _ in batch], [length for _, length in batch]
+            tokens = [live.tokens[live.num_cached : live.num_cached + length] for live, length in batch]
+            self._forward(np.concatenate(tokens), rows, starts, lengths)
+
+    def _forward(self, tokens: Ints, rows: list[Row], starts: list[int], lengths: list[int]) -> Tensor:
+        positions = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        attention = PrefillAttention(self.memory, rows, starts, lengths, self.operations)
+        return self._decoder.hidden_states(torch.from_numpy(tokens).long(), torch.cat(positions), attention)
+
+    def decode(self, ready: Sequence[Live]) -> list[tuple[Ints, Floats]]:
+        order = decode_order([live.row for live in ready])
+        ordered = [ready[i] for i in order]
+        positions = [live.num_cached for live in ordered]
+        # Padded to a fixed number of rows, matrix products give a row the same result whoever shares the batch.
+        num_rows = self._section.max_num_seqs if self._deterministic else len(ordered)
+        padding = [0] * (num_rows - len(ordered))
+        attention = self._decode_attention([live.row for live in ordered], positions)
+        last = [int(live.tokens[position]) for live, position in zip(ordered, positions, strict=True)]
+        hidden = self._decoder.hidden_states(torch.tensor(last + padding), torch.tensor(positions + padding), attention)
+        logits = self._decoder.head.logits(hidden)[: len(ordered)]
+        draws = uniforms(
+            np.array([live.counter for live in ordered], np.uint64),
+            np.array([live.num_tokens - live.num_prompt for live in ordered], np.uint64),
+        )
+        tokens, logprobs = (found.numpy() for found in sample(logits, [s.request.sampling for s in ordered], draws))
+        place = np.argsort(order)
+        return [(tokens[i : i + 1].astype(np.int32), logprobs[i : i + 1]) for i in place]
+
+    def _decode_attention(self, rows: list[Row], positions: list[int]) -> CachedAttention:
+        if isinstance(self.operations, native.NativeOperations):
+            return native.NativeDecodeAttention(self.memory, rows, positions, self.operations)
+        return DecodeAttention(self.memory, rows, positions, self.operations, fixed_shapes=self._deterministic)
+
+    def score(self, tokens: Ints, row: Row, temperature: float) -> Floats:
+        size = self._section.prefill_chunk
+        found = [np.zeros(1, np.float32)]
+        for start in range(0, len(tokens), size):
+            part = tokens[start : start + size]
+            hidden = self._forward(part, [row], [start], [len(part)])
+            targets = torch.from_numpy(tokens[start + 1 : start + len(part) + 1]).long()
+            logprobs = (self._decoder.head.logits(hidden[: len(targets)]) / temperature).log_softmax(-1)
+            found.append(logprobs.gather(-1, targets[:, None]).squeeze(-1).numpy())
+        return np.concatenate(found)
+
+    @property
+    def staged_version(self) -> int | None:
+        return self._weights.staged_version
+
+    def stage(self, update: WeightUpdate) -> None:
+        self._weights.stage(update)
+
+    def swap(self) -> dict[str, str]:
+        return self._weights.swap()

@@ -1,0 +1,296 @@
+"""The engine's executor on a GPU: decode steps as CUDA graphs over paged keys and values.
+
+Tokens, lengths, random counters and stop flags stay on the device while several steps run; the host looks in between,
+takes what was sampled, and tells the device the next batch. A step is one graph per size of batch. Weights keep their
+addresses, so graphs outlive swaps. Prefill runs outside graphs, packed, through the same pages.
+
+Shape suffixes: B rows of the batch, T tokens, N chunks, P pages of a row, S steps, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headway.config import EngineSection
+from headway.engine.embedded import kernels
+from headway.engine.embedded.batch import DecodeBatch, bucket_of
+from headway.engine.embedded.decode_plan import DecodePlan, plan_decode
+from headway.engine.embedded.decoder import Decoder, Layer, Rotation, norm_parameters
+from headway.engine.embedded.live import Live
+from headway.engine.embedded.live_weights import LiveWeights
+from headway.engine.embedded.paged_attention import decode_attention, prefill_attention
+from headway.engine.embedded.paged_kv import PAGE, PagedMemory, Pages
+from headway.engine.embedded.sampler import sample, uniforms
+from headway.errors import ConfigError
+from headway.models import model_shape
+from headway.types import Floats, Ints, WeightUpdate
+
+_KV_SHARE = 0.8
+"""The part of the free memory that keys and values take when `engine.kv_tokens` is 0."""
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_SCORE_CHUNK = 1024
+
+
+class TritonOperations:
+    """The decoder's `Operations` as Triton kernels."""
+
+    def __init__(self, activation: str):
+        self._activation: Any = _ACTIVATIONS[activation]
+
+    def add_norm(self, residual_TC: Tensor, delta_TC: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        weight, eps = norm_parameters(norm)
+        if delta_TC is None:
+            return residual_TC, kernels.rms_norm(residual_TC, weight, eps)
+        normed_TC, summed_TC = kernels.add_rms_norm(delta_TC, residual_TC, weight, eps)
+        return summed_TC, normed_TC
+
+    def gated(self, gate_up_T2F: Tensor, layer: Layer) -> Tensor:
+        return kernels.gated_activation(gate_up_T2F, self._activation)
+
+
+class PagedAttention:
+    """Rotates, writes to pages, and attends; the two kinds differ in the last only."""
+
+    def __init__(self, memory: PagedMemory, positions_T: Tensor, slots_T: Tensor):
+        self._memory, self._positions_T, self._slots_T = memory, positions_T, slots_T
+
+    def _store(self, index: int, layer: Layer, qkv_TXD: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, and the layer's keys and values with the new ones among them."""
+        query_norm = key_norm = None
+        eps = 0.0
+        if layer.query_norm is not None and layer.key_norm is not None:
+            (query_norm, eps), (key_norm, _) = norm_parameters(layer.query_norm), norm_parameters(layer.key_norm)
+        keys, values = self._memory.layer(index)
+        query_THD = kernels.rope_and_write(
+            qkv_TXD.flatten(1),
+            self._positions_T,
+            rotation.cos_TD,
+            rotation.sin_TD,
+            self._slots_T,
+            keys,
+            values,
+            layer.num_heads,
+            layer.num_kv_heads,
+            query_norm,
+            key_norm,
+            eps,
+        )
+        return query_THD, keys, values
+
+
+class PagedDecodeAttention(PagedAttention):
+    """One query per row of the batch; rows that are finished read and write nothing."""
+
+    def __init__(self, memory: PagedMemory, batch: DecodeBatch, plan: DecodePlan):
+        super().__init__(memory, batch.positions_B, batch.slots_B)
+        self._batch, self._plan = batch, plan
+
+    def attend(self, index: int, layer: Layer, qkv_TXD: Tensor, rotation: Rotation) -> Tensor:
+        query_BHD, keys, values = self._store(index, layer, qkv_TXD, rotation)
+        batch = self._batch
+        return decode_attention(
+            query_BHD,
+            keys,
+            values,
+            batch.table_BP,
+            batch.visible_B,
+            layer.scaling,
+            prefix=batch.prefix,
+            plan=self._plan,
+        )
+
+
+class PagedPrefillAttention(PagedAttention):
+    """Packed chunks of several sequences, each after what its pages hold already."""
+
+    def __init__(
+        self, memory: PagedMemory, rows: list[Pages], starts: list[int], lengths: list[int], device: torch.device
+    ):
+        positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+        places = zip(rows, starts, lengths, strict=True)
+        slots = np.concatenate([_slots(row, start, length) for row, start, length in places])
+        num_pages = max(row.num_pages for row in rows)
+        super().__init__(memory, _upload(positions, device), _upload(slots, device))
+        self.positions_T = self._positions_T
+        self._table_NP = _upload(np.stack([row.ids[:num_pages] for row in rows]), device)
+        self._starts_N = _upload(np.array(starts, np.int32), device)
+        self._lengths_N = _upload(np.array(lengths, np.int32), device)
+        self._borders_N = _upload(np.cumsum([0, *lengths], dtype=np.int32), device)
+        self._longest = max(lengths)
+
+    def attend(self, index: int, layer: Layer, qkv_TXD: Tensor, rotation: Rotation) -> Tensor:
+        query_THD, keys, values = self._store(index, layer, qkv_TXD, rotation)
+        borders = self._starts_N, self._lengths_N, self._borders_N, self._longest
+        return prefill_attention(query_THD, keys, values, self._table_NP, *borders, layer.scaling).flatten(1)
+
+
+def _slots(row: Pages, start: int, length: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    places = np.arange(start, start + length)
+    return row.ids[places // PAGE].astype(np.int64) * PAGE + places % PAGE
+
+
+def _upload(array: Any, device: torch.device) -> Tensor:
+    return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
+
+
+class CudaDecoder(Decoder):
+    """The decoder with rotations of all positions worked out once."""
+
+    def __init__(self, model: PreTrainedModel, max_context: int):
+        super().__init__(model, TritonOperations(model.config.hidden_act), num_rows=0)
+        places = torch.arange(max_context, device=model.device)
+        cos, sin = self._rotary(torch.zeros(1, device=model.device, dtype=torch.float32), places[None])
+        self._table = Rotation(cos[0].contiguous(), sin[0].contiguous())
+
+    def _rotation(self, like: Tensor, positions_T: Tensor) -> Rotation:
+        return self._table
+
+
+class CudaExecutor:
+    num_steps = 8
+
+    def __init__(self, model: PreTrainedModel, section: EngineSection, max_context: int):
+        _check_model(model)
+        self._device = model.device
+        self._stream, self._staging_stream = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        self._decoder = CudaDecoder(model, max_context)
+        self._weights = LiveWeights(model, [])
+        shape = model_shape(model.config)
+        num_tokens = section.kv_tokens or _free_tokens(model, max_context)
+        self.memory = PagedMemory(shape, model.dtype, num_tokens, max_context, self._device)
+        self._num_kv_heads = shape.num_kv_heads
+        self._batch = DecodeBatch(section.max_num_seqs, self.memory.max_pages, self.num_steps, self._device)
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize(self._device)
+
+    # Prefill
+
+    def prefill(self, chunks: Sequence[tuple[Live, int]]) -> None:
+        rows = [live.row for live, _ in chunks]
+        starts, lengths = [live.num_cached for live, _ in chunks], [length for _, length in chunks]
+        tokens = [live.tokens[live.num_cached : live.num_cached + length] for live, length in chunks]
+        with torch.cuda.stream(self._stream):
+            self._forward(np.concatenate(tokens), rows, starts, lengths)
+
+    def _forward(self, tokens: Ints, rows: list[Pages], starts: list[int], lengths: list[int]) -> Tensor:
+        self.memory.flush()
+        attention = PagedPrefillAttention(self.memory, rows, starts, lengths, self._device)
+        return self._decoder.hidden_states(_upload(tokens, self._device).long(), attention.positions_T, attention)
+
+    # Decode
+
+    def decode(self, ready: Sequence[Live]) -> list[tuple[Ints, Floats]]:
+        with torch.cuda.stream(self._stream):
+            self.memory.flush()
+            order = self._batch.load(ready, bucket_of(len(ready)))
+            if any(live.request.sampling.top_k or live.request.sampling.top_p < 1 for live in ready):
+                found = self._truncated_step([ready[i] for i in order])
+            else:
+                graph = self._graph()
+                for _ in range(self.num_steps):
+                    graph.replay()
+                found = self._batch.results(len(ready))
+        place = np.argsort(order)
+        return [found[i] for i in place]
+
+    def _graph(self) -> torch.cuda.CUDAGraph:
+        """The step of the batch as it is loaded, captured when first needed."""
+        key = self._batch.num_rows, self._batch.prefix is not None
+        if key not in self._graphs:
+            self._batch.keep(self._step)  # kernels are compiled and libraries set up before anything is captured
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                self._step()
+            self._graphs[key] = graph
+        return self._graphs[key]
+
+    def _step(self) -> None:
+        self._batch.begin_step()
+        logits_BV = self._logits()
+        batch = self._batch
+        sampled = kernels.sample(
+            logits_BV, batch.inverse_temperature_B, batch.greedy_B, batch.counters_B, batch.draws_B
+        )
+        batch.end_step(*sampled)
+
+    def _logits(self) -> Tensor:
+        batch = self._batch
+        plan = plan_decode(batch.visible_B, self._num_kv_heads, prefix=batch.prefix)
+        attention = PagedDecodeAttention(self.memory, batch, plan)
+        hidden_BC = self._decoder.hidden_states(batch.tokens_B, batch.positions_B, attention)
+        return self._decoder.head.logits(hidden_BC)
+
+    def _truncated_step(self, ordered: list[Live]) -> list[tuple[Ints, Floats]]:
+        """One token each by the CPU's sampler, where top-k or top-p ask for an order of the whole vocabulary."""
+        self._batch.begin_step()
+        logits_BV = self._logits()[: len(ordered)].cpu()
+        draws = uniforms(
+            np.array([live.counter for live in ordered], np.uint64),
+            np.array([live.num_tokens - live.num_prompt for live in ordered], np.uint64),
+        )
+        tokens, logprobs = (x.numpy() for x in sample(logits_BV, [s.request.sampling for s in ordered], draws))
+        return [(tokens[i : i + 1].astype(np.int32), logprobs[i : i + 1]) for i in range(len(ordered))]
+
+    # Scores
+
+    def score(self, tokens: Ints, row: Pages, temperature: float) -> Floats:
+        found = [np.zeros(1, np.float32)]
+        with torch.cuda.stream(self._stream):
+            for start in range(0, len(tokens), _SCORE_CHUNK):
+                part = tokens[start : start + _SCORE_CHUNK]
+                hidden = self._forward(part, [row], [start], [len(part)])
+                targets = _upload(tokens[start + 1 : start + len(part) + 1], self._device).long()
+                logprobs = (self._decoder.head.logits(hidden[: len(targets)]) / temperature).log_softmax(-1)
+                found.append(logprobs.gather(-1, targets[:, None]).squeeze(-1).cpu().numpy())
+        return np.concatenate(found)
+
+    # Weights
+
+    @property
+    def staged_version(self) -> int | None:
+        return self._weights.staged_version
+
+    def stage(self, update: WeightUpdate) -> None:
+        with torch.cuda.stream(self._staging_stream):
+            self._weights.stage(update)
+            self._staging_stream.synchronize()
+
+    def swap(self) -> dict[str, str]:
+        with torch.cuda.stream(self._stream):
+            fingerprints = self._weights.swap()
+            self._stream.synchronize()
+        return fingerprints
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        raise ConfigError(
+            f"rotary embedding of type {rope['rope_type']} depends on the length of a sequence, which the embedded "
+            "engine does not follow on a GPU; use the vLLM engine"
+        )
+    if config.hidden_act not in _ACTIVATIONS:
+        raise ConfigError(
+            f"activation {config.hidden_act} is not one the embedded engine runs on a GPU; use the vLLM engine"
+        )
+
+
+def _free_tokens(model: PreTrainedModel, max_context: int) -> int:
+    """How many tokens' keys and values fit into what the weights and their shadow leave free."""
+    shape = model_shape(model.config)
+    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
+    shadow = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    free = torch.cuda.mem_get_info(model.device)[0] - shadow
+    num_tokens = int(free * _KV_SHARE) // per_token
+    if num_tokens < 2 * max_context:
+        raise ConfigError(
+            f"the GPU has {free / 1e9:.1f} GB left beside the weights, too little for two sequences of {max_context} "
+            "tokens; lower engine.max_context, or use a smaller model or a larger GPU"
+        )
+    return num_tokens

@@ -1,0 +1,156 @@
+"""The embedded engine on a GPU: graphs, pages and shared prompts change nothing about what a request is told."""
+
+from collections.abc import Callable, Iterator
+
+import driving
+import numpy as np
+import pytest
+import torch
+from driving import (
+    Swapper,
+    drive,
+    forced_with_kept_kv,
+    group_of,
+    make_core,
+    make_request,
+    plain_model,
+    prompt,
+    teacher_forced,
+)
+from test_engine import assert_same, mixed_requests, run_with_three_versions, swaps_to_itself, whole
+
+from headway.engine import KvPolicy
+from headway.errors import WeightMismatch
+from headway.models import named_weights
+from headway.types import StopReason
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+CLOSE = 2e-4
+"""fp32 on a GPU: other orders of summation, and products of three TF32 parts in attention."""
+
+
+@pytest.fixture(autouse=True)
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driving, "DEVICE", "cuda")
+
+
+@pytest.fixture
+def one_step_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The host looks after every token, so that swaps fall where the CPU's tests put them."""
+    from headway.engine.embedded.cuda import CudaExecutor
+
+    monkeypatch.setattr(CudaExecutor, "num_steps", 1)
+    yield
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-untied", "qwen2", "qwen3"])
+def test_invariant_6_sampled_logprobs_are_those_of_transformers(
+    tiny_variant: Callable[[str], str], variant: str
+) -> None:
+    path = tiny_variant(variant)
+    core = make_core(path, deterministic=False, prefill_chunk=64)
+    requests = [make_request(prompt(n, seed=n), group=n, max_tokens=50) for n in (1, 5, 16, 17, 40, 150)]
+    requests += group_of(6, prompt(70, seed=99), group=99, max_tokens=40)
+    outcome = drive(core, requests)
+    reference = plain_model(path)
+    for request in requests:
+        expected = teacher_forced(reference, whole(request, outcome[request]))
+        assert np.abs(outcome[request].logprobs - expected[len(request.tokens) :]).max() < CLOSE
+        scored = core.score((whole(request, outcome[request]),), 1.0).logprobs[0]
+        assert np.abs(scored - expected).max() < CLOSE
+
+
+def test_a_gpu_samples_what_a_cpu_samples(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = mixed_requests()
+    found = drive(make_core(tiny_model, deterministic=False), requests)
+    monkeypatch.setattr(driving, "DEVICE", "cpu")
+    expected = drive(make_core(tiny_model, deterministic=False), requests)
+    for request in requests:
+        assert_same(found[request], expected[request], atol=CLOSE)
+
+
+def test_how_often_the_host_looks_changes_nothing(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headway.engine.embedded.cuda import CudaExecutor
+
+    stop = int(
+        drive(make_core(tiny_model, deterministic=False), [make_request(prompt(30))])[make_request(prompt(30))].tokens[
+            11
+        ]
+    )
+    requests = [*mixed_requests()[:4], make_request(prompt(30), group=50, stop_tokens=(stop,))]
+    outcomes = []
+    for num_steps in (1, 3, 8):
+        monkeypatch.setattr(CudaExecutor, "num_steps", num_steps)
+        outcomes.append(drive(make_core(tiny_model, deterministic=False), requests))
+    for request in requests:
+        assert_same(outcomes[1][request], outcomes[0][request], atol=CLOSE)
+        assert_same(outcomes[2][request], outcomes[0][request], atol=CLOSE)
+    assert outcomes[0][requests[0]].stop == StopReason.LENGTH
+
+
+@pytest.mark.usefixtures("one_step_at_a_time")
+def test_invariant_3_teacher_forcing_reproduces_each_segment_under_its_version(tiny_model: str) -> None:
+    models, requests, outcome = run_with_three_versions(tiny_model, "recompute", False)
+    for request in requests:
+        completion = outcome[request]
+        tokens, temperature = whole(request, completion), request.sampling.temperature
+        for version in set(completion.versions):
+            segment = completion.versions == version
+            forced = teacher_forced(models[version], tokens, temperature)[len(request.tokens) :]
+            np.testing.assert_allclose(completion.logprobs[segment], forced[segment], atol=CLOSE, rtol=0)
+
+
+@pytest.mark.usefixtures("one_step_at_a_time")
+def test_invariant_3_under_keep_each_earlier_segments_kv_is_its_own_versions(tiny_model: str) -> None:
+    models, requests, outcome = run_with_three_versions(tiny_model, "keep", False)
+    for request in requests:
+        completion = outcome[request]
+        if request.sampling.temperature == 1:
+            tokens, num_prompt = whole(request, completion), len(request.tokens)
+            expected = forced_with_kept_kv(models, tokens, num_prompt, completion.versions)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_invariant_5_interruption_is_invisible_to_the_parity_bound(tiny_model: str, kv: KvPolicy) -> None:
+    requests = mixed_requests()
+    calm = drive(make_core(tiny_model, deterministic=False), requests)
+    events, swapper = swaps_to_itself(tiny_model, kv, [1, 2, 4])
+    disturbed = drive(make_core(tiny_model, deterministic=False), requests, events=events)
+    assert len(swapper.reports) == 3
+    for request in requests:
+        assert_same(disturbed[request], calm[request], atol=CLOSE)
+
+
+def test_invariant_11_a_changed_byte_stops_the_load(tiny_model: str) -> None:
+    core, swapper = make_core(tiny_model, deterministic=False), Swapper()
+    update = swapper.publisher.publish(1, named_weights(plain_model(tiny_model, noise_seed=3)))
+    with open(update.location, "r+b") as file:
+        file.seek(100)
+        byte = file.read(1)[0]
+        file.seek(100)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(WeightMismatch):
+        core.stage(update)
+
+
+@pytest.mark.parametrize("kv_tokens", [1024, 1600])
+def test_a_full_pool_preempts_and_loses_nothing(tiny_model: str, kv_tokens: int) -> None:
+    requests = [r for g in range(5) for r in group_of(4, prompt(60, seed=g), group=g, max_tokens=120)]
+    roomy = drive(make_core(tiny_model, deterministic=False, max_num_seqs=32), requests)
+    core = make_core(tiny_model, deterministic=False, max_num_seqs=32, kv_tokens=kv_tokens, context=256)
+    tight = drive(core, requests)
+    assert core.stats().num_preempted > 0 and core.stats().kv_used == 0
+    for request in requests:
+        assert_same(tight[request], roomy[request], atol=CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_invariant_6_sixteen_bits_stay_near_fp32(tiny_model: str, dtype: torch.dtype) -> None:
+    core = make_core(tiny_model, deterministic=False, dtype=dtype)
+    requests = [make_request(prompt(n, seed=n), group=n, max_tokens=60) for n in (3, 33, 90)]
+    outcome = drive(core, requests)
+    for request in requests:
+        expected = teacher_forced(plain_model(tiny_model), whole(request, outcome[request]))[len(request.tokens) :]
+        gap = np.abs(outcome[request].logprobs - expected)
+        assert gap.mean() < 0.03 and gap.max() < 0.3
