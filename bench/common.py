@@ -105,10 +105,20 @@ def available_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
+def gpu() -> Message:
+    """The GPU's name and driver, where there is one."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        found = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.split("\n")[0]
+        return dict(zip(("gpu", "driver"), found.split(", "), strict=False))
+    return {}
+
+
 def hardware() -> Message:
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")), "unknown")
     return {
+        **gpu(),
         "cpu": model,
         "cores": len(available_cores()),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from headway.rollout import RolloutWorker
     from headway.trainer import Trainer
 
+_KV_SHARE, _SHARED_KV_SHARE = 0.8, 0.3
+"""The part of a GPU's free memory that keys and values take when not told: alone on it, and beside the trainer."""
 _PROBE_TOKENS = 48
 
 
@@ -204,6 +206,7 @@ async def start_engine(runtime: Runtime, config: Config, name: str = "engine") -
         config.model.dtype,
         config.engine,
         config.run.deterministic,
+        _SHARED_KV_SHARE if config.engine.device == config.trainer.device else _KV_SHARE,
         threads=config.engine.threads,
     )
 
@@ -218,6 +221,7 @@ async def start_trainer(runtime: Runtime, config: Config, worst_staleness: int |
         config.trainer,
         config.algorithm,
         worst_staleness,
+        "cpu" not in (config.trainer.device, config.engine.device) and config.engine.kind == "embedded",
         threads=config.trainer.threads,
     )
 

@@ -6,6 +6,7 @@ Invariants that live here:
 """
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -83,10 +84,13 @@ class RunningEpisode:
         self._num_calls = 0
         self._urgent = admission.stream != "train"  # an evaluation holds few places, and is over the sooner
 
-    async def generate(self, tokens: Ints) -> Completion:
+    async def generate(self, tokens: Ints, max_tokens: int | None = None) -> Completion:
         key = RequestKey(self._admission.group, self.index, self._num_calls, self._admission.stream)
         self._num_calls += 1
-        request = Request(key, tokens, self._admission.sampling, self._worker._seed, self._urgent)
+        sampling = self._admission.sampling
+        if max_tokens is not None:
+            sampling = replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
+        request = Request(key, tokens, sampling, self._worker._seed, self._urgent)
         completion = await self._worker.complete(request)
         self.num_sampled += len(completion.tokens)
         if completion.stop == StopReason.ABORTED:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from headway import checkpoint
 from headway.config import AlgorithmSection, ModelSection, TrainerSection
-from headway.errors import ConfigError, InvariantBroken
+from headway.errors import ConfigError, InvariantBroken, RunFailed
 from headway.losses import PolicyLossInput, PolicyLossOutput, decoupled_ppo, merge_metrics, naive_ppo
 from headway.microbatch import MicroBatch, Sample, micro_batches, minibatches_of
 from headway.models import (
@@ -46,6 +46,9 @@ from headway.tokenizer import load_tokenizer
 from headway.types import Batch, Floats, Ints, Scores, StepReport, WeightUpdate
 from headway.weights import Publisher, digest, fingerprints
 
+if TYPE_CHECKING:
+    from headway.device_weights import DevicePublisher
+
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -61,8 +64,14 @@ class Trainer:
     """One rank. Methods are called one at a time; the heavy ones run on the compute thread."""
 
     def __init__(
-        self, model: ModelSection, section: TrainerSection, algorithm: AlgorithmSection, worst_staleness: int | None
+        self,
+        model: ModelSection,
+        section: TrainerSection,
+        algorithm: AlgorithmSection,
+        worst_staleness: int | None,
+        publish_on_device: bool = False,
     ):
+        """With `publish_on_device`, engines of this machine take the weights from GPU to GPU."""
         self.section, self.algorithm = section, algorithm
         self.worst_staleness = worst_staleness
         self.version = 0
@@ -76,8 +85,10 @@ class Trainer:
         if section.compile and self.device.type == "cuda" and self._dtype != torch.float32:
             compile_blocks(self._model)
         self.optimizer = adamw(self.masters.named.values(), section, section.lr)
+        self._token_budget = section.token_budget
         self._cost = partial(flops, shape=model_shape(self._model.config))
-        self._publisher = Publisher()
+        self._publish_on_device = publish_on_device
+        self._publisher = _make_publisher(self.device, publish_on_device)
 
     async def close(self) -> None:
         self._publisher.close()
@@ -107,7 +118,7 @@ class Trainer:
         minibatches = [part for part in minibatches_of(batch, self.algorithm, self.section.minibatches) if part]
         # Ratios are clamped, so an infinite one would pass through the loss as a number, and a meaningless one.
         if all(np.isfinite(sample.behaviour).all() for part in minibatches for sample in part):
-            metrics, skipped = self._train_minibatches(minibatches, batch.version)
+            metrics, skipped = self._train_as_fits(minibatches, batch.version)
         else:
             metrics, skipped = {}, "a behaviour log-prob is not finite"
         if not skipped:
@@ -128,6 +139,23 @@ class Trainer:
         if self.worst_staleness is not None and worst > self.worst_staleness:
             raise InvariantBroken(f"a batch is {worst} versions stale, beyond the bound of {self.worst_staleness}")
 
+    def _train_as_fits(self, minibatches: list[list[Sample]], version: int) -> tuple[dict[str, float], str]:
+        """The step with the micro-batches of the config, or with smaller ones from the first time those do not fit."""
+        longest = max((len(sample.tokens) for part in minibatches for sample in part), default=0)
+        while True:
+            # The one error that smaller micro-batches mend; the gradient does not depend on their size.
+            try:
+                return self._train_minibatches(minibatches, version)
+            except torch.OutOfMemoryError as error:
+                if self._token_budget <= longest:
+                    raise RunFailed(
+                        f"the GPU has too little memory to train a sequence of {longest} tokens; set "
+                        "trainer.gradient_checkpointing = true, or lower sampling.max_tokens or engine.kv_tokens"
+                    ) from error
+            self._token_budget = max(longest, self._token_budget // 2)
+            self.optimizer.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+
     def _train_minibatches(self, minibatches: list[list[Sample]], version: int) -> tuple[dict[str, float], str]:
         """The sums of the step's metrics, and why it was skipped, if it was; then nothing has moved."""
         packed = [self._pack(samples) for samples in minibatches]
@@ -137,9 +165,14 @@ class Trainer:
         self._set_learning_rate()
         spoilt = torch.zeros((), device=self.device)
         outcomes = []
-        for part in packed:
-            outcome, spoilt = self._train_minibatch(part, version, spoilt)
-            outcomes.append(outcome)
+        try:
+            for part in packed:
+                outcome, spoilt = self._train_minibatch(part, version, spoilt)
+                outcomes.append(outcome)
+        except torch.OutOfMemoryError:
+            if before is not None:
+                self._restore(before)
+            raise
         metrics, skipped = _read_back(outcomes)
         metrics["micro_batches"] = float(sum(map(len, packed)))
         if skipped:
@@ -175,7 +208,7 @@ class Trainer:
         return _Outcome(denominator, metrics), spoilt
 
     def _pack(self, samples: list[Sample]) -> list[MicroBatch]:
-        return micro_batches(samples, self.section.token_budget, self._cost, self.device)
+        return micro_batches(samples, self._token_budget, self._cost, self.device)
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         out: tuple[Tensor, Tensor] = self.policy(*micro_batch.forward_arguments)
@@ -241,12 +274,13 @@ class Trainer:
         return {name: cast[id(tensor)] for name, tensor in named_weights(self._model).items()}
 
     def publish_weights(self) -> WeightUpdate:
-        return self._publisher.publish(self.version, self._on_host(self.published_weights()))
+        return self._publisher.publish(self.version, self._to_publish())
 
-    def _on_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors where the host can read them; tied ones stay one tensor."""
-        if self.device.type == "cpu":
-            return dict(tensors)
+    def _to_publish(self) -> dict[str, Tensor]:
+        """The weights where they are published from: this device, or the host; tied ones stay one tensor."""
+        tensors = self.published_weights()
+        if self._publish_on_device or self.device.type == "cpu":
+            return tensors
         held: dict[int, Tensor] = {}
         for tensor in tensors.values():
             if id(tensor) not in held:
@@ -256,7 +290,7 @@ class Trainer:
         return {name: held[id(tensor)] for name, tensor in tensors.items()}
 
     def digest(self) -> str:
-        return digest(fingerprints(self._on_host(self.published_weights())))
+        return digest(fingerprints(self._to_publish(), self._publish_on_device))
 
     @torch.no_grad()
     def score_sequences(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
@@ -295,6 +329,14 @@ class Trainer:
         model = load_model(self._model_path, self._dtype)
         model.load_state_dict(self.published_weights())
         checkpoint.save_model(directory, model, load_tokenizer(self._model_path))
+
+
+def _make_publisher(device: torch.device, on_device: bool) -> "Publisher | DevicePublisher":
+    if not on_device:
+        return Publisher()
+    from headway.device_weights import DevicePublisher
+
+    return DevicePublisher(device)
 
 
 def adamw(weights: Iterable[Tensor], section: TrainerSection, lr: float) -> torch.optim.AdamW:

@@ -36,8 +36,17 @@ def digest(fingerprints: Mapping[str, str]) -> str:
     return str(xxhash.xxh3_64_hexdigest(lines.encode()))
 
 
-def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: fingerprint(tensor.detach()) for name, tensor in tensors.items()}
+def fingerprints(tensors: Mapping[str, Tensor], on_device: bool = False) -> dict[str, str]:
+    """Of each tensor its checksum: of the bytes on the host, or another that a GPU computes where they lie."""
+    if on_device:
+        from headway.device_weights import fingerprints_on_device
+
+        return fingerprints_on_device(tensors)
+    prints: dict[int, str] = {}
+    for tensor in tensors.values():
+        if id(tensor) not in prints:
+            prints[id(tensor)] = fingerprint(tensor.detach())
+    return {name: prints[id(tensor)] for name, tensor in tensors.items()}
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -106,7 +115,11 @@ class Publisher:
 
 
 def open_update(update: WeightUpdate) -> dict[str, Tensor]:
-    """The update's tensors as views of the shared memory; copy-on-write, so that nobody can write to the original."""
+    """The update's tensors as views of where they were published; on the host copy-on-write: nobody can change them."""
+    if update.transport == "cuda":
+        from headway.device_weights import open_on_device
+
+        return open_on_device(update)
     # The memory is the publisher's and goes with it: a dead trainer is a sentence, not a missing file.
     try:
         with open(update.location, "rb") as file:
@@ -142,8 +155,8 @@ class ShadowWeights:
                 self._shadow[key] = torch.empty_like(parameter.data)
             self._shadow[key].copy_(published[name])
         # Taken from the tensor each name will run, not from what was copied: tied here, two tensors may have arrived.
-        prints = {key: fingerprint(shadow) for key, shadow in self._shadow.items()}
-        self._fingerprints = {name: prints[id(parameter)] for name, parameter in self._live.items()}
+        shadows = {name: self._shadow[id(parameter)] for name, parameter in self._live.items()}
+        self._fingerprints = fingerprints(shadows, on_device=update.transport == "cuda")
         wrong = [name for name, value in update.fingerprints.items() if self._fingerprints[name] != value]
         if wrong:
             raise WeightMismatch(f"version {update.version}: {wrong[0]} arrived with another checksum than published")

@@ -31,6 +31,7 @@ LAYERS: list[tuple[str, str]] = [
     ("what is made of those", "ledger metrics picture"),
     ("what a person sees", "view"),
     ("the report", "report"),
+    ("weights on a GPU", "device_weights"),
     ("text, models, weights", "tokenizer models weights"),
     ("prompts, batches, buffer, checkpoints", "prompts microbatch buffer checkpoint"),
     ("the engine protocol", "engine"),

@@ -39,7 +39,7 @@ def one_step_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The host looks after every token, so that swaps fall where the CPU's tests put them."""
     from headway.engine.embedded.cuda import CudaExecutor
 
-    monkeypatch.setattr(CudaExecutor, "num_steps", 1)
+    monkeypatch.setattr(CudaExecutor, "num_steps", lambda self, num_rows: 1)
     yield
 
 
@@ -80,7 +80,7 @@ def test_how_often_the_host_looks_changes_nothing(tiny_model: str, monkeypatch: 
     requests = [*mixed_requests()[:4], make_request(prompt(30), group=50, stop_tokens=(stop,))]
     outcomes = []
     for num_steps in (1, 3, 8):
-        monkeypatch.setattr(CudaExecutor, "num_steps", num_steps)
+        monkeypatch.setattr(CudaExecutor, "num_steps", lambda self, num_rows, num_steps=num_steps: num_steps)
         outcomes.append(drive(make_core(tiny_model, deterministic=False), requests))
     for request in requests:
         assert_same(outcomes[1][request], outcomes[0][request], atol=CLOSE)
@@ -132,6 +132,70 @@ def test_invariant_11_a_changed_byte_stops_the_load(tiny_model: str) -> None:
         file.write(bytes([byte ^ 1]))
     with pytest.raises(WeightMismatch):
         core.stage(update)
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2"])
+def test_invariant_11_weights_handed_over_on_the_device_are_proved_there(
+    tiny_variant: Callable[[str], str], variant: str
+) -> None:
+    from headway.device_weights import DevicePublisher, open_on_device
+
+    path = tiny_variant(variant)
+    core, publisher = make_core(path, deterministic=False), DevicePublisher(torch.device("cuda"))
+    tokens = prompt(40)
+    for version in (1, 2, 3):
+        model = plain_model(path, noise_seed=version).to(torch.device("cuda"))
+        update = publisher.publish(version, named_weights(model))
+        core.stage(update)
+        assert core.swap(version, "keep").fingerprints == update.fingerprints
+        expected = teacher_forced(plain_model(path, noise_seed=version), tokens)
+        assert np.abs(core.score((tokens,), 1.0).logprobs[0] - expected).max() < CLOSE
+    update = publisher.publish(4, named_weights(model))
+    open_on_device(update)["model.norm.weight"].view(torch.int32)[3] ^= 1
+    with pytest.raises(WeightMismatch, match=r"model\.norm\.weight"):
+        core.stage(update)
+    publisher.close()
+
+
+def test_a_checksum_on_the_device_sees_every_bit_and_place() -> None:
+    from headway.device_weights import fingerprints_on_device
+
+    def seen(tensor: torch.Tensor) -> str:
+        return fingerprints_on_device({"t": tensor})["t"]
+
+    base = torch.arange(10_001, dtype=torch.int16, device="cuda").view(torch.bfloat16)
+    prints = {seen(base)}
+    for place in (0, 1, 4095, 4096, 10_000):
+        changed = base.clone()
+        changed.view(torch.int16)[place] ^= 1
+        prints.add(seen(changed))
+    swapped = base.clone()
+    swapped[[5, 6]] = base[[6, 5]]
+    prints.add(seen(swapped))
+    assert len(prints) == 7 and seen(base.clone()) in prints
+
+
+READ_FROM_OUTSIDE = """
+import sys
+from headway.codec import decode
+from headway.weights import fingerprints, open_update
+update = decode(sys.stdin.buffer.read())
+assert fingerprints(open_update(update), on_device=True) == update.fingerprints
+"""
+
+
+def test_another_process_maps_the_same_bytes() -> None:
+    import subprocess
+    import sys
+
+    from headway.codec import encode
+    from headway.device_weights import DevicePublisher
+
+    publisher = DevicePublisher(torch.device("cuda"))
+    shared = torch.randn(1000, 33, device="cuda")
+    update = publisher.publish(0, {"a": shared, "b": torch.ones(7, device="cuda").bfloat16(), "c": shared})
+    subprocess.run([sys.executable, "-c", READ_FROM_OUTSIDE], input=encode(update), check=True, timeout=120)
+    publisher.close()
 
 
 @pytest.mark.parametrize("kv_tokens", [1024, 1600])

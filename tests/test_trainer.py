@@ -35,7 +35,8 @@ from training import (
     trained_gradients,
 )
 
-from headway.errors import InvariantBroken
+from headway.errors import InvariantBroken, RunFailed
+from headway.microbatch import MicroBatch
 from headway.models import full_tensor
 from headway.trainer import Trainer
 from headway.types import Batch, Group, Sequence, Trajectory
@@ -432,3 +433,36 @@ def test_training_twice_gives_the_same_bits(tiny_model: str) -> None:
             trainer.train_batch(make_batch(version, first=10 * version))
         digests.append(trainer.digest())
     assert digests[0] == digests[1]
+
+
+def test_invariant_12_running_out_of_memory_makes_micro_batches_smaller_and_nothing_else(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient does not depend on packing, so a step that did not fit is the same step in more pieces."""
+    calm, tight = make_trainer(tiny_model, token_budget=4096), make_trainer(tiny_model, token_budget=4096)
+    forward = Trainer._forward
+
+    def forward_with_little_room(trainer: Trainer, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        if trainer is tight and len(micro_batch.tokens_T) > 40:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(trainer, micro_batch)
+
+    monkeypatch.setattr(Trainer, "_forward", forward_with_little_room)
+    one, other = (trainer.train_batch(make_batch(0)) for trainer in (calm, tight))
+    assert one.metrics["num_micro_batches"] < other.metrics["num_micro_batches"]
+    assert one.metrics["loss"] == pytest.approx(other.metrics["loss"], abs=1e-6)
+    assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=1e-4)
+    assert tight.version == 1
+
+
+def test_a_sequence_that_cannot_be_trained_at_all_ends_the_run_with_what_to_do(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(trainer: Trainer, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Trainer, "_forward", never)
+    trainer = make_trainer(tiny_model)
+    with pytest.raises(RunFailed, match=r"too little memory to train a sequence of \d+ tokens; set trainer\.gradient"):
+        trainer.train_batch(make_batch(0))
+    assert trainer.version == 0

@@ -21,8 +21,8 @@ class Episode(Protocol):
     index: int
     temperature: float
 
-    async def generate(self, tokens: Ints) -> Completion:
-        """Continue the given tokens with the policy."""
+    async def generate(self, tokens: Ints, max_tokens: int | None = None) -> Completion:
+        """Continue the given tokens with the policy, by `sampling.max_tokens` at most, or by fewer."""
         ...
 
     async def verify(self, text: str) -> float:

@@ -17,7 +17,8 @@ from headway.types import Chunk, Completion, EngineStats, Ints, Request, Request
 
 
 class EmbeddedEngine:
-    def __init__(self, model_path: str, dtype: str, section: EngineSection, deterministic: bool):
+    def __init__(self, model_path: str, dtype: str, section: EngineSection, deterministic: bool, kv_share: float = 0.8):
+        """`kv_share` is the part of a GPU's free memory that keys and values take when `kv_tokens` is 0."""
         from headway.engine.embedded.core import EngineCore
         from headway.models import DTYPES, find_device, load_config, load_model
         from headway.tokenizer import decode, load_tokenizer
@@ -32,7 +33,7 @@ class EmbeddedEngine:
 
         device = find_device("engine.device", section.device, DTYPES[dtype])
         model = load_model(model_path, DTYPES[dtype]).to(device)  # type: ignore[arg-type]  # transformers' own wrapper
-        self._core = EngineCore(model, section, context, deterministic, decode_text)
+        self._core = EngineCore(model, section, context, deterministic, decode_text, kv_share)
         self._streams: dict[str, asyncio.Queue[Chunk | Completion]] = {}
         self._wake = asyncio.Event()
         self._between_steps = asyncio.Lock()

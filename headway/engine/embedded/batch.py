@@ -115,11 +115,7 @@ class DecodeBatch:
         order, groups = _by_prompt(ready)
         self.num_rows, self._num_groups = num_rows, len(groups)
         host = {name: tensor.numpy() for name, tensor in self._host_tensors.items()}
-        for name in ("alive", "starts", "stop_tokens"):
-            host[name][:num_rows] = -1 if name == "stop_tokens" else 0
-        for row, index in enumerate(order):
-            _write_row(host, row, ready[index])
-        host["groups"][:] = 0
+        _write_rows(host, [ready[i] for i in order], num_rows)
         for number, (first, count, length) in enumerate(groups):
             host["groups"][:, number] = first, count, length
             host["starts"][first : first + count] = length
@@ -130,11 +126,11 @@ class DecodeBatch:
         self._step.zero_()
         return order
 
-    def results(self, num_rows: int) -> list[tuple[Ints, Floats]]:
+    def results(self, num_rows: int, num_steps: int) -> list[tuple[Ints, Floats]]:
         """What the steps since `load` sampled, row by row; waits for the device."""
         lengths = self._device_tensors["lengths"][:num_rows].to("cpu", non_blocking=True)
-        sampled = self._sampled[:, :num_rows].to(torch.int32).T.contiguous().to("cpu", non_blocking=True)
-        logprobs = self._logprobs[:, :num_rows].T.contiguous().to("cpu", non_blocking=True)
+        sampled = self._sampled[:num_steps, :num_rows].to(torch.int32).T.contiguous().to("cpu", non_blocking=True)
+        logprobs = self._logprobs[:num_steps, :num_rows].T.contiguous().to("cpu", non_blocking=True)
         torch.cuda.current_stream().synchronize()
         counts = lengths.numpy() - self._lengths_before
         tokens, values = sampled.numpy(), logprobs.numpy()
@@ -176,21 +172,26 @@ class DecodeBatch:
         self._step.zero_()
 
 
-def _write_row(host: dict[str, NDArray[np.generic]], row: int, live: Live) -> None:
-    sampling = live.request.sampling
-    pages = live.row
-    assert pages is not None
-    stops = sampling.stop_tokens[:NUM_STOP_TOKENS]
-    host["tokens"][row] = live.tokens[live.num_tokens - 1]
-    host["lengths"][row] = live.num_tokens
-    host["limits"][row] = live.limit
-    host["alive"][row] = 1
-    host["counters"].view(np.uint64)[row] = live.counter
-    host["draws"][row] = live.num_tokens - live.num_prompt
-    host["inverse_temperature"][row] = 1.0 / sampling.temperature if sampling.temperature > 0 else 1.0
-    host["greedy"][row] = sampling.temperature == 0
-    host["stop_tokens"][row, : len(stops)] = stops
-    host["table"][row, : pages.num_pages] = pages.held
+def _write_rows(host: dict[str, NDArray[np.generic]], lives: Sequence[Live], num_rows: int) -> None:
+    """Field by field for all rows, since this happens between any two looks; padding is not alive."""
+    n = len(lives)
+    temperatures = np.array([live.request.sampling.temperature for live in lives], np.float32)
+    lengths = np.array([live.num_tokens for live in lives], np.int32)
+    host["tokens"][:n] = [live.tokens[live.num_tokens - 1] for live in lives]
+    host["lengths"][:n] = lengths
+    host["limits"][:n] = [live.limit for live in lives]
+    host["alive"][:n], host["alive"][n:num_rows] = 1, 0
+    host["counters"][:n] = np.array([live.counter for live in lives], np.uint64).view(np.int64)
+    host["draws"][:n] = lengths - np.array([live.num_prompt for live in lives], np.int32)
+    host["inverse_temperature"][:n] = np.where(temperatures > 0, 1 / np.where(temperatures > 0, temperatures, 1), 1)
+    host["greedy"][:n] = temperatures == 0
+    host["starts"][:num_rows], host["groups"][:], host["stop_tokens"][:num_rows] = 0, 0, -1
+    stop_tokens, table = host["stop_tokens"], host["table"]
+    for row, live in enumerate(lives):
+        stops, pages = live.request.sampling.stop_tokens, live.row
+        if stops:
+            stop_tokens[row, : len(stops[:NUM_STOP_TOKENS])] = stops[:NUM_STOP_TOKENS]
+        table[row, : pages.num_pages] = pages.held
 
 
 def _by_prompt(ready: Sequence[Live]) -> tuple[list[int], list[tuple[int, int, int]]]:

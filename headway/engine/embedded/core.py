@@ -42,11 +42,13 @@ from headway.types import (
 Output = tuple[str, Chunk | Completion]
 
 
-def make_executor(model: PreTrainedModel, section: EngineSection, max_context: int, deterministic: bool) -> Executor:
+def make_executor(
+    model: PreTrainedModel, section: EngineSection, max_context: int, deterministic: bool, kv_share: float
+) -> Executor:
     if model.device.type == "cuda":
         from headway.engine.embedded.cuda import CudaExecutor
 
-        return CudaExecutor(model, section, max_context)
+        return CudaExecutor(model, section, max_context, kv_share)
     return CpuExecutor(model, section, max_context, deterministic)
 
 
@@ -58,6 +60,7 @@ class EngineCore:
         max_context: int,
         deterministic: bool,
         decode_text: Callable[[list[int]], str],
+        kv_share: float = 0.8,
     ):
         self.model = model.eval().requires_grad_(False)
         self.section = section
@@ -65,7 +68,7 @@ class EngineCore:
         self.deterministic = deterministic
         self.version = 0
         self._decode_text = decode_text
-        self._executor = make_executor(self.model, section, max_context, deterministic)
+        self._executor = make_executor(self.model, section, max_context, deterministic, kv_share)
         self._memory = self._executor.memory
         self._waiting: deque[Live] = deque()
         self._waiting_prefixes: Counter[bytes] = Counter()
@@ -208,9 +211,9 @@ class EngineCore:
             if (heir := self._heir(live)) is not None:
                 self._donors[live.prefix] = heir
 
-    def _make_room(self, live: Live) -> None:
+    def _make_room(self, live: Live, num_steps: int) -> None:
         """Room for the coming tokens; while memory is full the youngest is preempted, which may be `live` itself."""
-        wanted = live.num_cached + min(self._executor.num_steps, live.limit - live.num_tokens + 1)
+        wanted = live.num_cached + min(num_steps, live.limit - live.num_tokens + 1)
         while live.row is not None and not self._memory.grow(live.row, wanted):
             if not self._release_retained():
                 self._preempt_youngest()
@@ -275,12 +278,13 @@ class EngineCore:
 
     def _decode(self) -> None:
         ready = [live for live in self._running if live.donor is None and live.decodable]
+        num_steps = self._executor.num_steps(len(ready))
         for live in ready:
-            self._make_room(live)
+            self._make_room(live, num_steps)
         ready = [live for live in ready if live.row is not None]
         if not ready:
             return
-        for live, (tokens, logprobs) in zip(ready, self._executor.decode(ready), strict=True):
+        for live, (tokens, logprobs) in zip(ready, self._executor.decode(ready, num_steps), strict=True):
             if live.up_to_date:
                 self._take_tokens(live, tokens, logprobs)
             else:

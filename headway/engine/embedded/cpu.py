@@ -24,8 +24,6 @@ from headway.types import Floats, Ints, WeightUpdate
 
 
 class CpuExecutor:
-    num_steps = 1
-
     def __init__(self, model: PreTrainedModel, section: EngineSection, max_context: int, deterministic: bool):
         self._section, self._deterministic = section, deterministic
         self.memory = KvMemory(
@@ -34,6 +32,8 @@ class CpuExecutor:
         self.operations: RotatingOperations = TorchOperations()
         if native.supports(self.memory) and model.config.hidden_act == "silu":
             self.operations = native.NativeOperations(model.dtype)
+        # Many tokens at once spend little between products, and the trainer's roundings keep fp32 parity near 1e-6.
+        self._prefill_operations = TorchOperations() if model.dtype == torch.float32 else self.operations
         self._decoder = Decoder(model, self.operations, section.max_num_seqs)
         self._weights = LiveWeights(model, [*self._decoder.matrices, self._decoder.head])
 
@@ -47,10 +47,15 @@ class CpuExecutor:
 
     def _forward(self, tokens: Ints, rows: list[Row], starts: list[int], lengths: list[int]) -> Tensor:
         positions = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-        attention = PrefillAttention(self.memory, rows, starts, lengths, self.operations)
-        return self._decoder.hidden_states(torch.from_numpy(tokens).long(), torch.cat(positions), attention)
+        operations = self._prefill_operations
+        attention = PrefillAttention(self.memory, rows, starts, lengths, operations)
+        places = torch.cat(positions)
+        return self._decoder.hidden_states(torch.from_numpy(tokens).long(), places, attention, operations)
 
-    def decode(self, ready: Sequence[Live]) -> list[tuple[Ints, Floats]]:
+    def num_steps(self, num_rows: int) -> int:
+        return 1
+
+    def decode(self, ready: Sequence[Live], num_steps: int) -> list[tuple[Ints, Floats]]:
         order = decode_order([live.row for live in ready])
         ordered = [ready[i] for i in order]
         positions = [live.num_cached for live in ordered]

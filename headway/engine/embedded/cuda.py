@@ -29,10 +29,9 @@ from headway.errors import ConfigError
 from headway.models import model_shape
 from headway.types import Floats, Ints, WeightUpdate
 
-_KV_SHARE = 0.8
-"""The part of the free memory that keys and values take when `engine.kv_tokens` is 0."""
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _SCORE_CHUNK = 1024
+_MAX_STEPS = 32
 
 
 class TritonOperations:
@@ -151,19 +150,17 @@ class CudaDecoder(Decoder):
 
 
 class CudaExecutor:
-    num_steps = 8
-
-    def __init__(self, model: PreTrainedModel, section: EngineSection, max_context: int):
+    def __init__(self, model: PreTrainedModel, section: EngineSection, max_context: int, kv_share: float):
         _check_model(model)
         self._device = model.device
         self._stream, self._staging_stream = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
         self._decoder = CudaDecoder(model, max_context)
         self._weights = LiveWeights(model, [])
         shape = model_shape(model.config)
-        num_tokens = section.kv_tokens or _free_tokens(model, max_context)
+        num_tokens = section.kv_tokens or _free_tokens(model, max_context, kv_share)
         self.memory = PagedMemory(shape, model.dtype, num_tokens, max_context, self._device)
         self._num_kv_heads = shape.num_kv_heads
-        self._batch = DecodeBatch(section.max_num_seqs, self.memory.max_pages, self.num_steps, self._device)
+        self._batch = DecodeBatch(section.max_num_seqs, self.memory.max_pages, _MAX_STEPS, self._device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self._device)
@@ -184,7 +181,11 @@ class CudaExecutor:
 
     # Decode
 
-    def decode(self, ready: Sequence[Live]) -> list[tuple[Ints, Floats]]:
+    def num_steps(self, num_rows: int) -> int:
+        """A look costs the host some 15 µs a row, and its rarity a finished row some idle steps: a few percent each."""
+        return min(_MAX_STEPS, max(8, num_rows // 32))
+
+    def decode(self, ready: Sequence[Live], num_steps: int) -> list[tuple[Ints, Floats]]:
         with torch.cuda.stream(self._stream):
             self.memory.flush()
             order = self._batch.load(ready, bucket_of(len(ready)))
@@ -192,9 +193,9 @@ class CudaExecutor:
                 found = self._truncated_step([ready[i] for i in order])
             else:
                 graph = self._graph()
-                for _ in range(self.num_steps):
+                for _ in range(num_steps):
                     graph.replay()
-                found = self._batch.results(len(ready))
+                found = self._batch.results(len(ready), num_steps)
         place = np.argsort(order)
         return [found[i] for i in place]
 
@@ -281,13 +282,13 @@ def _check_model(model: PreTrainedModel) -> None:
         )
 
 
-def _free_tokens(model: PreTrainedModel, max_context: int) -> int:
+def _free_tokens(model: PreTrainedModel, max_context: int, share: float) -> int:
     """How many tokens' keys and values fit into what the weights and their shadow leave free."""
     shape = model_shape(model.config)
     per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
     shadow = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     free = torch.cuda.mem_get_info(model.device)[0] - shadow
-    num_tokens = int(free * _KV_SHARE) // per_token
+    num_tokens = int(free * share) // per_token
     if num_tokens < 2 * max_context:
         raise ConfigError(
             f"the GPU has {free / 1e9:.1f} GB left beside the weights, too little for two sequences of {max_context} "

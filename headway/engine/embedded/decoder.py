@@ -82,9 +82,11 @@ class Decoder:
     def matrices(self) -> list[Matrix]:
         return [matrix for layer in self._layers for matrix in layer.matrices]
 
-    def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, attention: CachedAttention) -> Tensor:
-        """Final hidden states (T, C), before the head."""
-        operations, layers = self._operations, self._layers
+    def hidden_states(
+        self, tokens_T: Tensor, positions_T: Tensor, attention: CachedAttention, operations: Operations | None = None
+    ) -> Tensor:
+        """Final hidden states (T, C), before the head; by other operations than the decoder's own, if given."""
+        operations, layers = operations or self._operations, self._layers
         residual_TC: Tensor = self._embedding(tokens_T)
         rotation = self._rotation(residual_TC, positions_T)
         residual_TC, normed_TC = operations.add_norm(residual_TC, None, layers[0].before_attention)

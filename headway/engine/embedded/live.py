@@ -99,16 +99,15 @@ class Executor(Protocol):
     @property
     def memory(self) -> Memory: ...
 
-    @property
-    def num_steps(self) -> int:
-        """Tokens sampled between two looks of the scheduler."""
+    def num_steps(self, num_rows: int) -> int:
+        """Tokens sampled between two looks of the scheduler, for so many sequences together."""
         ...
 
     def prefill(self, chunks: Sequence[tuple[Live, int]]) -> None:
         """Compute keys and values of each sequence's next so many tokens."""
         ...
 
-    def decode(self, ready: Sequence[Live]) -> list[tuple[Ints, Floats]]:
+    def decode(self, ready: Sequence[Live], num_steps: int) -> list[tuple[Ints, Floats]]:
         """Up to `num_steps` tokens and log-probs for each, as far as its stop tokens and its limit allow."""
         ...
 

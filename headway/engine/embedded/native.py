@@ -22,7 +22,17 @@ from headway.engine.embedded.decoder import Layer, Rotation, norm_parameters
 from headway.engine.embedded.kv import KvMemory, Row
 
 _SOURCE = Path(__file__).with_name("native.cpp")
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fopenmp",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+)
 _COMPILE_DEADLINE_S = 120
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MAX_SHARED, MAX_DIM = 16, 256

@@ -1,0 +1,135 @@
+"""The documents' tables, made from the records in docs/results/: no measured number is typed by hand.
+
+    python docs/tables.py          rewrite the tables
+    python docs/tables.py --check  fail if a document differs from what its records say
+
+A document holds a table between `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a record and a function here.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+_TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Record = dict[str, Any]
+
+
+def table(headings: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def source(record: Record) -> str:
+    """Where the numbers of a table come from."""
+    hardware = record["hardware"]
+    device = hardware.get("gpu") or f"{hardware['cores']} cores of an {hardware['cpu']}"
+    return f"`{record['command']}`, {record['date'][:10]}, {device}; [record](RESULTS/{record['name']}.json)."
+
+
+def engine(record: Record) -> str:
+    figures = record["figures"]
+    rows = [
+        [name, *(f"{speed[kind]:.0f}" for kind in ("best", "median", "worst"))]
+        for name, speed in figures["tokens_per_s"].items()
+    ]
+    ratios = ", ".join(f"{by_dtype['any dtype']:.2f}× {opponent}" for opponent, by_dtype in figures["ratios"].items())
+    return table(["tokens/s", "best", "median", "worst"], rows) + f"\n\nBest against best: {ratios}. {source(record)}"
+
+
+def async_(record: Record) -> str:
+    figures = record["figures"]
+    pairs = figures["ratios_of_pairs"]
+    text = f"{figures['ratio']:.2f}×, pairs from {min(pairs):.2f}× to {max(pairs):.2f}×"
+    rows = [["wall time, η = 0 over η = 4", text], ["tokens/s", f"{figures['ratio_of_tokens_per_s']:.2f}×"]]
+    return table(["asynchronous against synchronous", "ratio"], rows) + f"\n\n{source(record)}"
+
+
+def controller(record: Record) -> str:
+    rows = []
+    for concurrent, entry in record["figures"].items():
+        cost = entry["cpu_us_per_group"]
+        rows.append([f"{int(concurrent):,}", *(f"{cost[kind]:.0f}" for kind in ("best", "median", "worst"))])
+    headings = ["groups in flight", "µs of the controller a group, best", "median", "worst"]
+    return table(headings, rows) + f"\n\n{source(record)}"
+
+
+def engine_gpu(record: Record) -> str:
+    rows = []
+    for name, entry in record["figures"].items():
+        for system, speed in entry["tokens_per_s"].items():
+            over = entry["headway_over"].get(system)
+            share = f"{entry['roofline_share']:.0%}" if system == "headway" and "roofline_share" in entry else ""
+            ratio = f"{over:.2f}×" if over else ""
+            rows.append([name, system, f"{speed['best']:,.0f}", f"{speed['median']:,.0f}", ratio, share])
+    headings = ["requests × tokens", "system", "best tokens/s", "median", "Headway over it", "of the roofline"]
+    return table(headings, rows) + f"\n\n{source(record)}"
+
+
+def trainer(record: Record) -> str:
+    rows = []
+    for name in ("headway", "transformers"):
+        if name in record["figures"]:
+            speed = record["figures"][name]
+            rows.append([name, *(f"{speed[kind]:.0f}" for kind in ("best", "median", "worst"))])
+    return table(["TFLOP/s", "best", "median", "worst"], rows) + f"\n\n{source(record)}"
+
+
+def async_gpu(record: Record) -> str:
+    rows = []
+    for item in record["repetitions"]:
+        same = (other for other in record["repetitions"] if other["size"] == item["size"] and other["eta"] == 0)
+        base = next(same, None)
+        ratio = f"{item['tokens_per_s'] / base['tokens_per_s']:.2f}×" if base else ""
+        times = [f"{item['wall_s'] / item['steps']:.1f}", f"{item['train_s']:.1f}"]
+        pause = f"{item['pause_ms']['mean']:.1f} / {item['pause_ms']['max']:.1f}"
+        rows.append([item["size"], str(item["eta"]), f"{item['tokens_per_s']:,.0f}", ratio, *times, pause])
+    headings = [
+        "batch",
+        "η",
+        "effective tokens/s",
+        "against η = 0",
+        "s a step",
+        "of it training",
+        "pause ms mean / max",
+    ]
+    return table(headings, rows) + f"\n\n{source(record)}"
+
+
+RENDERERS: dict[str, Callable[[Record], str]] = {
+    "engine": engine,
+    "async": async_,
+    "controller": controller,
+    "engine_gpu": engine_gpu,
+    "trainer": trainer,
+    "async_gpu": async_gpu,
+}
+
+
+def rendered(document: Path) -> str:
+    """The document with its tables as the records have them."""
+
+    def replace(found: re.Match[str]) -> str:
+        record = json.loads((RESULTS / f"{found[2]}.json").read_text())
+        results = RESULTS.relative_to(document.parent).as_posix()
+        return found[1] + RENDERERS[found[2]](record).replace("RESULTS", results) + "\n" + found[3]
+
+    return _TABLE.sub(replace, document.read_text())
+
+
+def main() -> None:
+    stale = [document for document in DOCUMENTS if document.exists() and rendered(document) != document.read_text()]
+    if "--check" in sys.argv[1:]:
+        sys.exit(f"{stale[0].name} differs from its records; run python docs/tables.py" if stale else 0)
+    for document in stale:
+        document.write_text(rendered(document))
+
+
+if __name__ == "__main__":
+    main()

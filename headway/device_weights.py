@@ -1,0 +1,152 @@
+"""Weights handed over on the GPU: published into memory that other processes of this machine can map, with checksums.
+
+The bytes never leave the device. A publisher copies an update into one of two buffers of its own; a receiver maps the
+buffer (CUDA IPC; within one process it is simply found) and copies from there beside its live weights.
+
+Invariant that lives here:
+ 11. Weight sync is proved at every load by fingerprint: a checksum of each tensor's bytes, taken where they were
+     published and again where they are about to run, in one reading on the device.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headway.errors import InvariantBroken, WeightMismatch
+from headway.types import TensorInfo, WeightUpdate
+
+TRANSPORT = "cuda"
+_ALIGNMENT = 256
+_BLOCK = 4096
+
+_own: dict[str, Tensor] = {}
+"""Buffers this process published, by location: a process cannot map its own."""
+_mapped: dict[str, Tensor] = {}
+
+
+@triton.jit(do_not_specialize=["num_elements"])
+def _checksum_kernel(data_ptr, num_elements, sum_ptr, BLOCK: tl.constexpr):
+    """The sum of a hash of (place, value) over all elements. Sums wrap around, so their order does not matter."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < num_elements
+    value = tl.load(data_ptr + place, mask=inside, other=0).to(tl.int64).to(tl.uint64, bitcast=True)
+    z = value + (place + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = z ^ (z >> 31)
+    tl.atomic_add(sum_ptr, tl.sum(tl.where(inside, z.to(tl.int64, bitcast=True), 0), 0))
+
+
+def fingerprints_on_device(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """A checksum over each tensor's bytes; the host waits once, for all of them."""
+    distinct = {tensor.data_ptr(): tensor for tensor in tensors.values()}
+    place = {pointer: number for number, pointer in enumerate(distinct)}
+    device = next(iter(tensors.values())).device
+    sums = torch.zeros(len(distinct), dtype=torch.int64, device=device)
+    with torch.cuda.device(device):
+        for pointer, tensor in distinct.items():
+            words = _as_words(tensor)
+            grid = (triton.cdiv(words.numel(), _BLOCK),)
+            _checksum_kernel[grid](words, words.numel(), sums[place[pointer] :], _BLOCK, num_warps=4)
+    found = sums.tolist()
+    return {name: f"{found[place[tensor.data_ptr()]] % 2**64:016x}" for name, tensor in tensors.items()}
+
+
+def _as_words(tensor: Tensor) -> Tensor:
+    """The bytes as the widest integers that divide them."""
+    flat = tensor.detach().contiguous().view(-1)
+    num_bytes = flat.numel() * flat.element_size()
+    return flat.view(torch.int32 if num_bytes % 4 == 0 else torch.int16 if num_bytes % 2 == 0 else torch.uint8)
+
+
+class DevicePublisher:
+    """The sending side, with two buffers by turns, so that an update stays readable until the one after the next."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[tuple[str, Tensor]] = []
+        self._version = 0
+
+    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> WeightUpdate:
+        if version < self._version:
+            raise InvariantBroken(f"version {version} cannot follow version {self._version}: versions never go back")
+        self._version = version
+        distinct = {id(tensor): tensor.detach() for tensor in tensors.values()}
+        offsets, total = {}, 0
+        for key, tensor in distinct.items():
+            offsets[key] = total
+            total += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        location, buffer = self._buffer(version, total)
+        views = {key: _view(buffer, offsets[key], tensor) for key, tensor in distinct.items()}
+        torch._foreach_copy_(list(views.values()), list(distinct.values()))
+        prints = fingerprints_on_device({name: views[id(tensor)] for name, tensor in tensors.items()})
+        torch.cuda.synchronize(self._device)
+        infos = tuple(
+            TensorInfo(
+                name,
+                str(tensor.dtype).removeprefix("torch."),
+                tuple(tensor.shape),
+                offsets[id(tensor)],
+                tensor.numel() * tensor.element_size(),
+                prints[name],
+            )
+            for name, tensor in tensors.items()
+        )
+        return WeightUpdate(version, "full", TRANSPORT, location, infos)
+
+    def _buffer(self, version: int, num_bytes: int) -> tuple[str, Tensor]:
+        while len(self._buffers) < 2:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            location = _location(buffer)
+            _own[location] = buffer
+            self._buffers.append((location, buffer))
+        return self._buffers[version % 2]
+
+    def close(self) -> None:
+        for location, _ in self._buffers:
+            del _own[location]
+        self._buffers.clear()
+
+
+def _view(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
+    num_bytes = like.numel() * like.element_size()
+    return buffer[offset : offset + num_bytes].view(like.dtype).view(like.shape)
+
+
+def _location(buffer: Tensor) -> str:
+    """What another process needs to map the buffer, as text."""
+    parts = buffer.untyped_storage()._share_cuda_()
+    shown = [part.hex() if isinstance(part, bytes) else part for part in parts]
+    return json.dumps({"process": os.getpid(), "offset": buffer.storage_offset(), "storage": shown})
+
+
+def open_on_device(update: WeightUpdate) -> dict[str, Tensor]:
+    """The update's tensors as views of the publisher's buffer."""
+    buffer = _own.get(update.location)
+    if buffer is None:
+        buffer = _mapped.get(update.location)
+    if buffer is None:
+        buffer = _mapped[update.location] = _map(update)
+    tensors = {}
+    for info in update.tensors:
+        part = buffer[info.offset : info.offset + info.num_bytes]
+        tensors[info.name] = part.view(getattr(torch, info.dtype)).view(info.shape)
+    return tensors
+
+
+def _map(update: WeightUpdate) -> Tensor:
+    described = json.loads(update.location)
+    parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in described["storage"]]
+    torch.cuda.init()
+    # The memory is the publisher's and goes with it.
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(*parts)
+    except RuntimeError as error:
+        raise WeightMismatch(f"version {update.version} is gone: its publisher has ended ({error})") from error
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return whole.set_(storage)[described["offset"] :]
