@@ -183,19 +183,22 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, "Config"]:
         epilog="Any --section.key=value is given to both arms.",
     )
     parser.add_argument("--config", type=Path, default=Path("configs/quickstart.toml"), help="TOML file of the run")
-    parser.add_argument("--max-staleness", type=int, default=4, help="η of the asynchronous arm")
-    parser.add_argument("--steps", type=int, default=10, help="training steps of each run")
+    parser.add_argument("--max-staleness", type=int, help="η of the asynchronous arm; the config's own if not given")
+    parser.add_argument("--steps", type=int, default=24, help="training steps of each run")
     parser.add_argument("--repetitions", type=int, default=3, help="runs of each arm")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="thread counts the calibration tries")
-    parser.add_argument("--calibration-steps", type=int, default=6, help="training steps of each calibrating run")
+    parser.add_argument("--calibration-steps", type=int, default=8, help="training steps of each calibrating run")
     parser.add_argument("--deadline-s", type=float, default=1800.0, help="longest any one run may take")
     parser.add_argument("--out", type=Path, default=RESULTS_DIR / "async.json", help="where the record goes")
     options, overrides = parser.parse_known_args(arguments)
     options.overrides = overrides
+    config = load(options.config, overrides)
+    if options.max_staleness is None:
+        options.max_staleness = config.staleness.max_staleness
     counts = (options.max_staleness, options.steps, options.repetitions, *options.threads, options.calibration_steps)
     if min(counts) < 1:
         raise ConfigError("--max-staleness, --steps, --repetitions, --threads and --calibration-steps are 1 or more")
-    return options, load(options.config, overrides)
+    return options, config
 
 
 def main(arguments: list[str]) -> None:

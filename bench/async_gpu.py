@@ -57,7 +57,7 @@ def sections_of(
             "chunk_tokens": 4096,
             "kv_on_swap": options.kv,
         },
-        "staleness": {"max_staleness": eta},
+        "staleness": {"max_staleness": eta, "window": options.window or groups * (eta + 1)},
         "trainer": {
             "device": options.device,
             "batch_groups": groups,
@@ -168,6 +168,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", help="where engine and trainer compute")
     parser.add_argument("--sizes", nargs="+", default=["16x16", "16x8"], help="batches, groups x trajectories")
     parser.add_argument("--etas", nargs="+", type=int, default=[0, 4], help="bounds on staleness")
+    parser.add_argument("--window", type=int, default=0, help="take-order window in groups; 0 takes all in flight")
     parser.add_argument("--mean", type=float, default=2048, help="mean length of completions")
     parser.add_argument("--longest", type=int, default=16384, help="longest completion")
     parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of the lengths' logarithm")

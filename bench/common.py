@@ -137,6 +137,11 @@ def versions(*packages: str) -> dict[str, str]:
     return found
 
 
+def _shown(argument: str) -> str:
+    """An argument without the directories of the machine it was given on."""
+    return Path(argument).name if argument.startswith(os.sep) else argument
+
+
 class Record:
     """What is known of a run besides its figures, from its first moment on."""
 
@@ -144,7 +149,7 @@ class Record:
         self._started_s = time.monotonic()
         self.fields: Message = {
             "name": name,
-            "command": shlex.join(["headway", "bench", name, *arguments]),
+            "command": shlex.join(["headway", "bench", name, *map(_shown, arguments)]),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "hardware": hardware(),
         }

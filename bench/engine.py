@@ -204,11 +204,16 @@ def load_arm(spec: Message) -> tuple[Message, Callable[[Message], Message]]:
         return measure(lengths, message)
 
     ready = {
-        "settings": settings | spec["env"],
+        "settings": settings | {name: named(value) for name, value in spec["env"].items()},
         "versions": versions(*PACKAGES[spec["system"]]),
         "load_s": round(time.perf_counter() - started, 1),
     }
     return ready, handle
+
+
+def named(paths: str) -> str:
+    """Files by their names, wherever they lie on this machine."""
+    return ":".join(Path(path).name for path in paths.split(":"))
 
 
 def timed(generate: Generate, vocabulary: int, lengths: list[int], message: Message) -> Message:

@@ -197,7 +197,10 @@ def workloads(options: argparse.Namespace) -> dict[str, list[int]]:
     return even | {f"{options.uneven} uneven": [lengths.length(i) for i in range(options.uneven)]}
 
 
-def compete(arms: dict[str, Arm], options: argparse.Namespace, console: "Console") -> Message:
+def compete(
+    arms: dict[str, Arm], options: argparse.Namespace, console: "Console", note: Callable[[Message], None]
+) -> Message:
+    """Workload by workload, arms taking turns; `note` keeps what there is after each, should a later one fail."""
     found: Message = {}
     for name, lengths in workloads(options).items():
         found[name] = {"lengths": lengths if len(set(lengths)) > 1 else lengths[:1], "repetitions": {}}
@@ -212,12 +215,13 @@ def compete(arms: dict[str, Arm], options: argparse.Namespace, console: "Console
                     found[name]["repetitions"].setdefault(system, []).append(answer)
                     speed = f"{answer['tokens_per_s']:,.0f} tokens/s"
                     console.print(f"{name}, repetition {repetition}, {system}: {speed}", highlight=False)
+        note(found)
     return found
 
 
 def figures_of(found: Message, options: argparse.Namespace) -> Message:
     figures: Message = {}
-    for name, measured in found.items():
+    for name, measured in found.items():  # of the workloads measured so far
         speeds = {s: spread(r["tokens_per_s"] for r in rs) for s, rs in measured["repetitions"].items()}
         lengths = workloads(options)[name]
         entry: Message = {"tokens_per_s": speeds}
@@ -290,6 +294,12 @@ def start(options: argparse.Namespace, model: Path, stack: contextlib.ExitStack,
     return arms
 
 
+def write(record: Record, options: argparse.Namespace, found: Message) -> None:
+    settings = {"shape": options.shape, "prompt_length": options.prompt_length, "dtype": options.dtype}
+    figures = figures_of(found, options)
+    record.write(options.out, workload=settings, arms=options.ready, repetitions=found, figures=figures)
+
+
 def main(arguments: list[str]) -> None:
     from rich.console import Console
 
@@ -299,11 +309,8 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         model = model_directory(options.shape, Path(scratch), "cuda", options.dtype)
         arms = start(options, model, stack, console)
-        found = compete(arms, options, console)
-    figures = figures_of(found, options)
-    settings = {"shape": options.shape, "prompt_length": options.prompt_length, "dtype": options.dtype}
-    record.write(options.out, workload=settings, arms=options.ready, repetitions=found, figures=figures)
-    show(figures, console)
+        found = compete(arms, options, console, functools.partial(write, record, options))
+    show(figures_of(found, options), console)
     console.print(f"written to {options.out}", highlight=False)
 
 

@@ -47,7 +47,8 @@ def async_(record: Record) -> str:
     figures = record["figures"]
     pairs = figures["ratios_of_pairs"]
     text = f"{figures['ratio']:.2f}×, pairs from {min(pairs):.2f}× to {max(pairs):.2f}×"
-    rows = [["wall time, η = 0 over η = 4", text], ["tokens/s", f"{figures['ratio_of_tokens_per_s']:.2f}×"]]
+    bound = max(record["repetitions"], key=lambda name: int(name.split()[-1]))
+    rows = [[f"wall time, η = 0 over {bound}", text], ["tokens/s", f"{figures['ratio_of_tokens_per_s']:.2f}×"]]
     return table(["asynchronous against synchronous", "ratio"], rows) + f"\n\n{source(record)}"
 
 
@@ -55,8 +56,8 @@ def controller(record: Record) -> str:
     rows = []
     for concurrent, entry in record["figures"].items():
         cost = entry["cpu_us_per_group"]
-        rows.append([f"{int(concurrent):,}", *(f"{cost[kind]:.0f}" for kind in ("best", "median", "worst"))])
-    headings = ["groups in flight", "µs of the controller a group, best", "median", "worst"]
+        rows.append([f"{int(concurrent):,} in flight", *(f"{cost[kind]:.0f}" for kind in ("best", "median", "worst"))])
+    headings = ["groups", "µs of the controller a group, best", "median", "worst"]
     return table(headings, rows) + f"\n\n{source(record)}"
 
 

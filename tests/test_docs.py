@@ -3,6 +3,8 @@
 import ast
 import re
 import shlex
+import subprocess
+import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -218,3 +220,9 @@ def test_every_shipped_config_names_rows_its_verifier_can_score(path: Path, monk
 def test_there_are_configs_and_documents_to_check() -> None:
     assert {path.name for path in CONFIGS} >= {"quickstart.toml", "smollm2.toml"}
     assert {path.name for path in DOCUMENTS} >= {"README.md", "CONTRIBUTING.md", "architecture.md"}
+
+
+def test_no_measured_number_is_typed_by_hand() -> None:
+    """Tables are what the records in docs/results say."""
+    done = subprocess.run([sys.executable, "docs/tables.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
