@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PROMPT_LENGTH = 128
+POLICIES = ("keep", "recompute", "drain")
 
 
 def config_text(sections: dict[str, dict[str, Any]]) -> str:
@@ -94,6 +95,8 @@ def engine_figures(events: list[Message], started: float, wall_s: float) -> Mess
     stats = [event for event in events if event["kind"] == "stats" and event["time"] >= started]
     swaps = [event for event in events if event["kind"] == "swapped" and event["version"] > 0]
     pauses = [swap["pause_ms"] for swap in swaps]
+    if len(stats) < 2:
+        raise AssertionError("the measured time is too short to look at the engine twice; train more steps")
     return {
         "engine_busy": (stats[-1]["busy_s"] - stats[0]["busy_s"]) / (stats[-1]["time"] - stats[0]["time"]),
         "running_mean": sum(event["running"] for event in stats) / len(stats),
@@ -163,7 +166,7 @@ def show(results: list[Message], console: "Console") -> None:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="headway bench async_gpu", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="headway bench async_gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-1.5b", help="shape of the model")
     parser.add_argument("--device", default="cuda", help="where engine and trainer compute")
     parser.add_argument("--sizes", nargs="+", default=["16x16", "16x8"], help="batches, groups x trajectories")
@@ -176,7 +179,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--skipped", nargs=2, type=int, default=[1, 3], help="first steps left out, likewise")
     parser.add_argument("--max-num-seqs", type=int, default=1024, help="most sequences decoded together")
     parser.add_argument("--kv-tokens", type=int, default=1_200_000, help="key/value memory")
-    parser.add_argument("--kv", choices=["keep", "recompute"], default="keep", help="what becomes of it at a swap")
+    parser.add_argument("--kv", choices=POLICIES, default="keep", help="what becomes of it at a swap")
     parser.add_argument("--token-budget", type=int, default=16896, help="most tokens of a micro-batch")
     parser.add_argument("--minibatches", type=int, default=1, help="more than one makes proximal passes necessary")
     parser.add_argument("--seed", type=int, default=0, help="of lengths, prompts and sampling")

@@ -133,7 +133,7 @@ async def start_workers(runtime: "Runtime", config: "Config") -> "Workers":
     engine: Engine = await runtime.start("engine", FakeEngine, MEAN_TOKENS, 0.0, len(ALPHABET))
     rewards = cast(RewardPool, await runtime.start("reward", StandInVerifier))
     trainer = cast(Trainer, await runtime.start("trainer", StandInTrainer))
-    arguments = (engine, rewards, config.model.path, config.rollout.workflow, config.run.seed)
+    arguments = ({"engine": engine}, rewards, config.model.path, config.rollout.workflow, config.run.seed)
     names = [f"rollout-{number}" for number in range(config.rollout.workers)]
     rollout = await asyncio.gather(*(runtime.start(name, RolloutWorker, *arguments) for name in names))
     return Workers({"engine": engine}, trainer, rollout, runtime.failure)

@@ -92,16 +92,30 @@ class EngineSection(Section):
     kind: Literal["embedded", "fake"] = Field(
         "embedded", description="who generates: the embedded engine, or a stand-in"
     )
-    device: str = Field("cpu", description="where it computes: cpu, cuda or cuda:1")
-    max_num_seqs: int = Field(64, ge=1, description="sequences decoded together")
+    count: int = Field(1, ge=1, le=256, description="engines that generate side by side, each a process")
+    device: str = Field(
+        "cpu", description="where engines compute: cpu, cuda, cuda:1, or several by turns: cuda:0,cuda:1"
+    )
+    max_num_seqs: int = Field(64, ge=1, description="sequences an engine decodes together")
     max_context: int = Field(0, ge=0, description="longest sequence; 0 takes the model's own limit")
     kv_tokens: int = Field(0, ge=0, description="key/value memory, in tokens; 0 takes 65536, or what a GPU has free")
     prefill_chunk: int = Field(512, ge=16, description="most prompt tokens computed between two decode steps")
-    kv_on_swap: Literal["recompute", "keep"] = Field(
-        "recompute", description="what becomes of running sequences' keys and values"
+    kv_on_swap: Literal["recompute", "keep", "drain"] = Field(
+        "recompute", description="running sequences' keys and values at a swap; drain lets them end first"
     )
     chunk_tokens: int = Field(32, ge=1, description="tokens per streamed chunk")
-    threads: int = Field(1, ge=1, description="CPU threads of the engine")
+    threads: int = Field(1, ge=1, description="CPU threads of an engine")
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices that are named."""
+        return [name.strip() for name in self.device.split(",")]
+
+    @property
+    def placement(self) -> dict[str, str]:
+        """Each engine's name and its device: those named, by turns."""
+        names = ["engine"] if self.count == 1 else [f"engine-{number}" for number in range(self.count)]
+        return {name: self.devices[number % len(self.devices)] for number, name in enumerate(names)}
 
 
 class StalenessSection(Section):
@@ -314,8 +328,11 @@ def _check_contradictions(config: Config, where: str) -> None:
         "algorithm.advantage = group compares trajectories of one prompt and needs rollout.group_size of 2 or more": (
             config.algorithm.advantage == "group" and rollout.group_size < 2
         ),
+        f"engine.device = {config.engine.device} names more devices than engine.count = {config.engine.count}; "
+        "raise count or name fewer": len(config.engine.devices) > config.engine.count,
     }
-    for knob, device in {"engine.device": config.engine.device, "trainer.device": config.trainer.device}.items():
+    named = [("engine.device", device) for device in config.engine.devices]
+    for knob, device in [*named, ("trainer.device", config.trainer.device)]:
         sentence = f"{knob} = {device} is neither cpu nor cuda nor a GPU by number, such as cuda:1; set one of them"
         problems[sentence] = not re.fullmatch(r"cpu|cuda(:\d+)?", device)
     for sentence, wrong in problems.items():

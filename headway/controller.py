@@ -292,9 +292,11 @@ class Controller:
         return await self.workers.trainer.score(self.tasks.probe, 1.0)
 
     async def _send_weights(self, update: WeightUpdate, reference: Scores) -> None:
-        """Every engine receives the update beside its work, swaps, and proves what it runs."""
-        await asyncio.gather(*(self._send_to(name, update, reference) for name in self.workers.engines))
-        self._confirmed = update.version
+        """Every engine, at the same time, receives the update beside its work, swaps, and proves what it runs."""
+        async with asyncio.TaskGroup() as sending:
+            for name in self.workers.engines:
+                sending.create_task(self._send_to(name, update, reference))
+        self._confirmed = update.version  # only now: it is the lowest of all engines
         self._changed.set()
 
     async def _send_to(self, name: str, update: WeightUpdate, reference: Scores) -> None:
@@ -351,8 +353,9 @@ class Controller:
             await self._look_at_engines()
 
     async def _look_at_engines(self) -> None:
-        for name, engine in self.workers.engines.items():
-            stats = await engine.stats()
+        engines = self.workers.engines
+        looks = await asyncio.gather(*(engine.stats() for engine in engines.values()))
+        for name, stats in zip(engines, looks, strict=True):
             fields = {field: getattr(stats, field) for field in stats.__dataclass_fields__}
             self.log.append(
                 "stats",

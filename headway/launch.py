@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from headway.trainer import Trainer
 
 _KV_SHARE, _SHARED_KV_SHARE = 0.8, 0.3
-"""The part of a GPU's free memory that keys and values take when not told: alone on it, and beside the trainer."""
+"""The part of a GPU's free memory that keys and values take when not told: without the trainer there, and with it."""
 _PROBE_TOKENS = 48
 
 
@@ -111,14 +111,14 @@ def _samplings(config: Config, stops: tuple[int, ...]) -> tuple[Sampling, Sampli
 
 def check_devices(config: Config) -> None:
     """That the devices named are there and can do what is asked of them."""
-    names = {"engine.device": config.engine.device, "trainer.device": config.trainer.device}
-    if set(names.values()) == {"cpu"}:
+    devices = config.engine.devices
+    if {*devices, config.trainer.device} == {"cpu"}:
         return
     from headway.models import DTYPES, find_device
 
-    for knob, name in names.items():
+    for knob, name in [*(("engine.device", device) for device in devices), ("trainer.device", config.trainer.device)]:
         find_device(knob, name, DTYPES[config.model.dtype])
-    if config.run.deterministic and config.engine.device != "cpu":
+    if config.run.deterministic and set(devices) != {"cpu"}:
         raise ConfigError("run.deterministic is bit for bit on a CPU only; set engine.device = cpu, or turn it off")
 
 
@@ -193,7 +193,15 @@ async def open_runtime(config: Config, directory: Path) -> AsyncIterator[Runtime
         await runtime.close()
 
 
-async def start_engine(runtime: Runtime, config: Config, name: str = "engine") -> Engine:
+async def start_generation(runtime: Runtime, config: Config) -> "tuple[dict[str, Engine], list[RolloutWorker]]":
+    """The engines by name, all started at the same time, and the rollout workers that ask them."""
+    placement = config.engine.placement
+    started = await _together(*(_start_engine(runtime, config, *placed) for placed in placement.items()))
+    engines: dict[str, Engine] = dict(zip(placement, started, strict=True))
+    return engines, await _start_rollout(runtime, config, engines)
+
+
+async def _start_engine(runtime: Runtime, config: Config, name: str, device: str) -> Engine:
     from headway.engine.embedded import EmbeddedEngine
     from headway.engine.fake import FakeEngine
 
@@ -204,16 +212,27 @@ async def start_engine(runtime: Runtime, config: Config, name: str = "engine") -
         EmbeddedEngine,
         config.model.path,
         config.model.dtype,
-        config.engine,
+        config.engine.model_copy(update={"device": device, "count": 1}),
         config.run.deterministic,
-        _SHARED_KV_SHARE if config.engine.device == config.trainer.device else _KV_SHARE,
+        _kv_share(config, device),
         threads=config.engine.threads,
     )
+
+
+def _kv_share(config: Config, device: str) -> float:
+    """The engines of one GPU divide among them what one alone would take there."""
+
+    def is_here(other: str) -> bool:
+        return {"cuda": "cuda:0"}.get(other, other) == {"cuda": "cuda:0"}.get(device, device)
+
+    share = _SHARED_KV_SHARE if is_here(config.trainer.device) else _KV_SHARE
+    return share / sum(map(is_here, config.engine.placement.values()))
 
 
 async def start_trainer(runtime: Runtime, config: Config, worst_staleness: int | None) -> "Trainer":
     from headway.trainer import Trainer
 
+    gpus_only = "cpu" not in (config.trainer.device, *config.engine.placement.values())
     return await runtime.start(
         "trainer",
         Trainer,
@@ -221,12 +240,12 @@ async def start_trainer(runtime: Runtime, config: Config, worst_staleness: int |
         config.trainer,
         config.algorithm,
         worst_staleness,
-        "cpu" not in (config.trainer.device, config.engine.device) and config.engine.kind == "embedded",
+        gpus_only and config.engine.kind == "embedded",
         threads=config.trainer.threads,
     )
 
 
-async def start_rollout(runtime: Runtime, config: Config, engine: Engine) -> "list[RolloutWorker]":
+async def _start_rollout(runtime: Runtime, config: Config, engines: dict[str, Engine]) -> "list[RolloutWorker]":
     from headway.reward import RewardPool
     from headway.rollout import RolloutWorker
 
@@ -235,7 +254,7 @@ async def start_rollout(runtime: Runtime, config: Config, engine: Engine) -> "li
         runtime.start(
             f"rollout-{number}",
             RolloutWorker,
-            engine,
+            engines,
             pool,
             config.model.path,
             config.rollout.workflow,
@@ -243,22 +262,17 @@ async def start_rollout(runtime: Runtime, config: Config, engine: Engine) -> "li
         )
         for number in range(config.rollout.workers)
     )
-    # Its own calls, to the engine and the reward pool, must expire first, so that whoever is silent is named.
+    # Its own calls, to the engines and the reward pool, must expire first, so that whoever is silent is named.
     return [with_deadline(worker, 2 * config.run.deadline_s) for worker in await _together(*started)]
 
 
 async def _start_all(runtime: Runtime, prepared: Prepared) -> "Workers":
     from headway.controller import Workers
 
-    config = prepared.config
-
-    async def generation() -> "tuple[Engine, list[RolloutWorker]]":
-        engine = await start_engine(runtime, config)
-        return engine, await start_rollout(runtime, config, engine)
-
-    worst = prepared.staleness().worst_staleness
-    (engine, rollout), trainer = await _together(generation(), start_trainer(runtime, config, worst))
-    return Workers({"engine": engine}, trainer, rollout, runtime.failure)
+    config, worst = prepared.config, prepared.staleness().worst_staleness
+    generation, training = start_generation(runtime, config), start_trainer(runtime, config, worst)
+    (engines, rollout), trainer = await _together(generation, training)
+    return Workers(engines, trainer, rollout, runtime.failure)
 
 
 async def _together(*starts: Awaitable[Any]) -> list[Any]:
@@ -418,11 +432,10 @@ async def rollout_only(config: Config, num_groups: int, view: View) -> list[Grou
     """The generating half alone: groups of the model as it is."""
     prepared = prepare(config)
     stream = PromptStream(prepared.prompts, config.run.seed)
-    room = asyncio.Semaphore(2 * config.engine.max_num_seqs)
+    room = asyncio.Semaphore(2 * config.engine.max_num_seqs * config.engine.count)
     async with open_runtime(config, Path(config.run.dir)) as runtime:
         with view.phase("starting workers"):
-            engine = await start_engine(runtime, config)
-            workers = await start_rollout(runtime, config, engine)
+            _, workers = await start_generation(runtime, config)
         num_done = 0
         with view.phase(f"generating {num_groups} groups") as phase:
 
@@ -472,9 +485,7 @@ async def evaluate_only(config: Config, view: View) -> "Evaluation":
         raise ConfigError("task.eval names no held-out rows; set it to evaluate")
     async with open_runtime(config, Path(config.run.dir)) as runtime:
         with view.phase("starting workers"):
-            engine = await start_engine(runtime, config)
-            workers = await start_rollout(runtime, config, engine)
+            _, workers = await start_generation(runtime, config)
         with view.phase("evaluating") as phase:
-            return await evaluate(
-                workers, prepared.held_out, prepared.eval_sampling, 0, config.engine.max_num_seqs, phase.progress
-            )
+            concurrency = config.engine.max_num_seqs * config.engine.count
+            return await evaluate(workers, prepared.held_out, prepared.eval_sampling, 0, concurrency, phase.progress)

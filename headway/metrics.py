@@ -55,7 +55,7 @@ class Board:
         self.ended: Event | None = None
         self.engines: dict[str, Event] = {}
         self.waits: deque[Event] = deque()
-        self.looks: deque[Look] = deque()
+        self.looks: dict[str, deque[Look]] = {}  # by engine
         self.pauses: list[float] = []
         self.dropped: Counter[str] = Counter()
         self._looks = Looks()
@@ -63,7 +63,7 @@ class Board:
     def on_event(self, event: Event) -> None:
         look = self._looks.on_event(event)
         if look is not None:
-            self.looks.append(look)
+            self.looks.setdefault(look.engine, deque()).append(look)
         match event.kind:
             case "run_started":
                 self._on_run_started(event)
@@ -79,7 +79,9 @@ class Board:
                     self.before = event
             case "stats":
                 self.engines[str(event["engine"])] = event
-                self.waits.append(event)
+                # The waits are the run's own, told again with each engine: one engine's looks are enough.
+                if not self.waits or self.waits[-1]["engine"] == event["engine"]:
+                    self.waits.append(event)
             case "swapped":
                 self.pauses += [event["pause_ms"]] if event["pause_ms"] is not None else []
             case "dropped":
@@ -102,25 +104,25 @@ class Board:
             recent.clear()
 
     def _forget(self, before: float) -> None:
-        """Drop what is not recent, but never the latest: looks at engines may be far apart."""
-        while len(self.looks) > 1 and self.looks[0].end < before:
-            self.looks.popleft()
+        """Drop what is not recent, but never an engine's latest: looks may be far apart."""
+        for looks in self.looks.values():
+            while len(looks) > 1 and looks[0].end < before:
+                looks.popleft()
         while len(self.waits) > 2 and self.waits[1].time < before:
             self.waits.popleft()
 
     @property
     def generated_per_s(self) -> float:
-        engines = {look.engine for look in self.looks}
-        return sum(self._engine_rate(engine) for engine in engines)
-
-    def _engine_rate(self, engine: str) -> float:
-        looks = [look for look in self.looks if look.engine == engine]
-        return sum(look.generated for look in looks) / sum(look.seconds for look in looks)
+        """Of all engines together."""
+        engines = self.looks.values()
+        return sum(sum(look.generated for look in looks) / sum(look.seconds for look in looks) for looks in engines)
 
     @property
     def engine_busy_share(self) -> float:
-        seconds = sum(look.seconds for look in self.looks)
-        return sum(look.busy_s for look in self.looks) / seconds if seconds else 0.0
+        """Of the time of all engines, the part in which they worked."""
+        looks = [look for recent in self.looks.values() for look in recent]
+        seconds = sum(look.seconds for look in looks)
+        return sum(look.busy_s for look in looks) / seconds if seconds else 0.0
 
     def _over_steps(self, field: str) -> float:
         """Of a field of recent training steps: its sum, per second of the time they span."""

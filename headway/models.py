@@ -35,7 +35,7 @@ from headway.config import InitSection
 from headway.errors import ConfigError
 from headway.packing import ModelShape
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CPU = torch.device("cpu")
 
@@ -65,8 +65,21 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Attention(Protocol):
-    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float) -> Tensor:
-        """Attention output, shaped like the query."""
+    def attend(
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        scaling: float,
+        window: int,
+        softcap: float,
+    ) -> Tensor:
+        """Attention output, shaped like the query.
+
+        A query sees the last `window` positions, its own among them; 0 is all. Scores go through
+        softcap · tanh(score ÷ softcap); 0 leaves them as they are.
+        """
         ...
 
 
@@ -77,9 +90,9 @@ def _headway_attention(
     attention: Attention = kwargs["attention"]
     # A compiled block that looked at its own number would be compiled anew for every layer.
     layer = 0 if isinstance(attention, PackedAttention) else cast(int, module.layer_idx)
-    out_THD = attention.attend(
-        layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scaling
-    )
+    window, softcap = kwargs.get("sliding_window") or 0, kwargs.get("softcap") or 0.0
+    operands = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    out_THD = attention.attend(layer, *operands, scaling, window, softcap)
     return out_THD.unsqueeze(0), None
 
 
@@ -92,7 +105,8 @@ AttentionInterface.register("headway", _headway_attention)
 class PackedAttention:
     """Causal attention over sequences laid end to end, without padding and without attending across borders.
 
-    On a GPU, 16-bit tensors go through one flash-attention call; its list of borders is made once for all layers.
+    On a GPU, 16-bit tensors go through one flash-attention call; its list of borders is made once for all layers. That
+    call has no soft cap: capped attention goes sequence by sequence there too.
     """
 
     def __init__(self, lengths: list[int], device: torch.device = CPU):
@@ -102,26 +116,44 @@ class PackedAttention:
         if device.type == "cuda":
             self.borders_N = to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
-    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float) -> Tensor:
-        if self.borders_N is not None and query_THD.dtype != torch.float32:
+    def attend(
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        scaling: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        if self.borders_N is not None and query_THD.dtype != torch.float32 and not softcap:
             borders_N, longest = self.borders_N, self.longest
             operands = (query_THD, key_TKD, value_TKD, borders_N, borders_N, longest, longest)
-            # A window of everything behind and nothing ahead is how this function is told to be causal.
-            return cast(Tensor, varlen_attn(*operands, scale=scaling, window_size=(-1, 0), **_GROUPED_HEADS))
+            # So many keys behind and none ahead; all behind, which is -1, is how this function is told to be causal.
+            seen = window - 1, 0
+            return cast(Tensor, varlen_attn(*operands, scale=scaling, window_size=seen, **_GROUPED_HEADS))
         pieces = zip(
             *(x.transpose(0, 1).split(self.lengths, dim=1) for x in (query_THD, key_TKD, value_TKD)), strict=True
         )
-        outs_HTD = [causal_attention(query, key, value, scaling) for query, key, value in pieces]
+        outs_HTD = [causal_attention(query, key, value, scaling, window, softcap) for query, key, value in pieces]
         return torch.cat(outs_HTD, dim=1).transpose(0, 1)
 
 
-def causal_attention(query_HTD: Tensor, key_KSD: Tensor, value_KSD: Tensor, scaling: float) -> Tensor:
+def causal_attention(
+    query_HTD: Tensor, key_KSD: Tensor, value_KSD: Tensor, scaling: float, window: int = 0, softcap: float = 0.0
+) -> Tensor:
     """One sequence: T queries that are the last T of S positions."""
     num_queries, num_keys = query_HTD.shape[1], key_KSD.shape[1]
     mask = None
-    if num_queries != num_keys:
-        ahead = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query_HTD.device)
-        mask = ahead.tril(diagonal=num_keys - num_queries)
+    if num_queries != num_keys or 0 < window < num_keys or softcap:
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query_HTD.device)
+        mask = mask.tril(diagonal=num_keys - num_queries)
+        if window:
+            mask = mask.triu(diagonal=num_keys - num_queries - window + 1)
+    if mask is not None and softcap:
+        query_KGTD = query_HTD.unflatten(0, (len(key_KSD), -1))
+        key, value = key_KSD.unsqueeze(1), value_KSD.unsqueeze(1)
+        return capped_attention(query_KGTD, key, value, mask, scaling, softcap).flatten(0, 1)
     out = F.scaled_dot_product_attention(
         query_HTD.unsqueeze(0),
         key_KSD.unsqueeze(0),
@@ -132,6 +164,13 @@ def causal_attention(query_HTD: Tensor, key_KSD: Tensor, value_KSD: Tensor, scal
         enable_gqa=query_HTD.shape[0] != key_KSD.shape[0],
     )
     return out.squeeze(0)
+
+
+def capped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float) -> Tensor:
+    """Attention through a soft cap, in fp32 until its end; the mask is true where a query sees a key."""
+    scores = softcap * torch.tanh(query.float() @ key.float().transpose(-1, -2) * scaling / softcap)
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return (weights @ value.float()).to(query.dtype)
 
 
 def hidden_states(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, attention: Attention) -> Tensor:
@@ -150,6 +189,11 @@ def head_logits(hidden_TC: Tensor, weight_VC: Tensor) -> Tensor:
     if hidden_TC.is_cuda:
         return torch.mm(hidden_TC, weight_VC.T, out_dtype=torch.float32)
     return hidden_TC.float() @ weight_VC.float().T
+
+
+def cap_logits(logits_TV: Tensor, softcap: float) -> Tensor:
+    """softcap · tanh(logits ÷ softcap), in place; 0 leaves them as they are."""
+    return logits_TV.div_(softcap).tanh_().mul_(softcap) if softcap else logits_TV
 
 
 def _logprobs_of_chunk(logits_TV: Tensor, targets_T: Tensor, scale_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,17 +228,19 @@ class _LinearLogprob(torch.autograd.Function):
     """Log-prob and entropy of chosen tokens from hidden states; logits exist for `chunk` tokens at a time only."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_TC: Tensor, weight_VC: Tensor, targets_T: Tensor, scale_T: Tensor, chunk: int) -> Any:
+    def forward(
+        ctx: Any, hidden_TC: Tensor, weight_VC: Tensor, targets_T: Tensor, scale_T: Tensor, chunk: int, softcap: float
+    ) -> Any:
         logprobs_T = torch.empty(len(targets_T), dtype=torch.float32, device=hidden_TC.device)
         entropy_T = torch.empty_like(logprobs_T)
         normalizer_T = torch.empty_like(logprobs_T)
         for start in range(0, len(targets_T), chunk):
             part = slice(start, start + chunk)
-            logits = head_logits(hidden_TC[part], weight_VC)
+            logits = cap_logits(head_logits(hidden_TC[part], weight_VC), softcap)
             found = _logprobs_of_chunk(logits, targets_T[part], scale_T[part])
             logprobs_T[part], entropy_T[part], normalizer_T[part] = found
         ctx.save_for_backward(hidden_TC, weight_VC, targets_T, scale_T, normalizer_T)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.softcap = chunk, softcap
         ctx.mark_non_differentiable(entropy_T)
         return logprobs_T, entropy_T
 
@@ -206,13 +252,15 @@ class _LinearLogprob(torch.autograd.Function):
         grad_weight = torch.zeros(weight_VC.shape, dtype=torch.float32, device=weight_VC.device)
         for start in range(0, len(targets_T), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits = head_logits(hidden_TC[part], weight_VC)
+            logits = cap_logits(head_logits(hidden_TC[part], weight_VC), ctx.softcap)
             places = targets_T[part], scale_T[part], normalizer_T[part], grad_T[part]
-            operand = _gradient_of_chunk(logits, *places, weight_VC.dtype)
+            operand = _gradient_of_chunk(logits, *places, torch.float32 if ctx.softcap else weight_VC.dtype)
+            if ctx.softcap:  # d capped / d logits = 1 − (capped ÷ softcap)²
+                operand = operand.mul_(1 - logits.div_(ctx.softcap).square_()).to(weight_VC.dtype)
             del logits  # before the products below take memory of their own
             grad_hidden[part] = operand @ weight_VC
             grad_weight += _product(operand.T, hidden_TC[part])
-        return grad_hidden, grad_weight.to(weight_VC.dtype), None, None, None
+        return grad_hidden, grad_weight.to(weight_VC.dtype), None, None, None, None
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -223,11 +271,14 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def linear_logprobs(
-    hidden_TC: Tensor, weight_VC: Tensor, targets_T: Tensor, temperature_T: Tensor, chunk: int
+    hidden_TC: Tensor, weight_VC: Tensor, targets_T: Tensor, temperature_T: Tensor, chunk: int, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """log-softmax(logits ÷ temperature) at the targets, and the entropy (without gradient), both fp32."""
+    """log-softmax(logits ÷ temperature) at the targets, and the entropy (without gradient), both fp32.
+
+    A soft cap bends the logits before the temperature divides them.
+    """
     apply = cast(Callable[..., tuple[Tensor, Tensor]], _LinearLogprob.apply)
-    return apply(hidden_TC, weight_VC, targets_T, 1.0 / temperature_T, chunk)
+    return apply(hidden_TC, weight_VC, targets_T, 1.0 / temperature_T, chunk, softcap)
 
 
 class Policy(nn.Module):
@@ -237,6 +288,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.logprob_chunk = logprob_chunk
+        self.softcap = logit_softcap(model.config)
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, lengths: list[int], where_M: Tensor, temperature_M: Tensor
@@ -246,13 +298,25 @@ class Policy(nn.Module):
         # The state before a token predicts it.
         predicting_MC = hidden_TC.index_select(0, where_M - 1)
         weight_VC = cast(nn.Linear, self.model.lm_head).weight
-        return linear_logprobs(predicting_MC, weight_VC, tokens_T[where_M], temperature_M, self.logprob_chunk)
+        places = tokens_T[where_M], temperature_M
+        return linear_logprobs(predicting_MC, weight_VC, *places, self.logprob_chunk, self.softcap)
 
 
 def compile_blocks(model: PreTrainedModel) -> None:
-    """Compile the decoder's blocks where they stand: one piece of code for all layers and any number of tokens."""
+    """Compile the decoder's blocks in place: one piece of code for all layers of a kind and any number of tokens."""
+    # Capped attention is a loop over sequences, which would be compiled anew for every micro-batch.
+    capped = attention_softcap(model.config) > 0
     for layer in cast(nn.ModuleList, cast(nn.Module, model.model).layers):
-        layer.compile(dynamic=True)
+        (cast(nn.Module, layer.mlp) if capped else layer).compile(dynamic=True)
+
+
+def attention_softcap(config: PreTrainedConfig) -> float:
+    """Gemma 3's configuration has the number too, but its attention never looks at it."""
+    return float(config.attn_logit_softcapping or 0.0) if config.model_type == "gemma2" else 0.0
+
+
+def logit_softcap(config: PreTrainedConfig) -> float:
+    return float(config.final_logit_softcapping or 0.0) if config.model_type in ("gemma2", "gemma3_text") else 0.0
 
 
 def check_supported(config: PreTrainedConfig, where: str) -> None:
@@ -263,8 +327,14 @@ def check_supported(config: PreTrainedConfig, where: str) -> None:
             f"{where} is a {config.model_type} model, which the embedded engine does not run; "
             f"use one of the families {supported}, or a vLLM engine"
         )
-    if getattr(config, "use_sliding_window", False):
-        raise ConfigError(f"{where} uses sliding-window attention, which the embedded engine does not run")
+    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    for present, what in (
+        (getattr(config, "use_sliding_window", False), f"{config.model_type}'s sliding-window attention"),
+        (getattr(config, "use_bidirectional_attention", False), "attention to what follows a token"),
+        (unknown, f"layers of {min(unknown, default='')}"),
+    ):
+        if present:
+            raise ConfigError(f"{where} has {what}, which the embedded engine does not run; use a vLLM engine")
 
 
 def load_config(path: str) -> PreTrainedConfig:

@@ -249,7 +249,7 @@ def _middle_steps(history: History) -> Span:
 
 
 def _draw_timeline(axes: "Axes", history: History, span: Span, title: str) -> None:
-    """Three lanes on one clock: engine, trainer, evaluation; new weights are marks between the first two."""
+    """Three lanes on one clock: all engines, trainer, evaluation; new weights are marks between the first two."""
     axes.set_title(title)
     if not history.looks and not history["trained"]:
         return _nothing(axes)
@@ -265,14 +265,15 @@ def _draw_timeline(axes: "Axes", history: History, span: Span, title: str) -> No
             _draw_bars(axes, 1.1, _within(spans, span), colour, label)
     _draw_bars(axes, 0.1, _within(_evaluation_spans(history), span), _PURPLE, "evaluation")
     swaps = [at for event in history["swapped"] if span[0] <= (at := history.at(event.time)) <= span[1]]
-    if len(swaps) <= _MOST_BARS:
+    if len(swaps) <= _MOST_BARS * num_engines:
         axes.plot(swaps, [2.0] * len(swaps), "|", color=_RED, markersize=9, label="new weights")
     for at in history.resumes:
         axes.axvline(at, color="black", linestyle=":", linewidth=1.2)
         axes.annotate(" resumed", (at, 0.92), fontsize=8, annotation_clip=True)
     axes.set_xlim(*span)
     axes.set_ylim(0, 3.1)
-    axes.set_yticks([0.5, 1.5, 2.5], ["evaluation", "trainer", "engine"])
+    engines = "engine" if num_engines == 1 else f"{num_engines} engines"
+    axes.set_yticks([0.5, 1.5, 2.5], ["evaluation", "trainer", engines])
     axes.grid(False, axis="y")
     axes.set_xlabel("seconds")
     if span[0] == 0.0:

@@ -30,6 +30,7 @@ def describe(config: Config) -> Plan:
         ("model", f"{config.model.path}: {prepared.model_config.model_type}, {num_parameters / 1e6:.1f}M parameters"),
         ("prompts", f"{len(prepared.prompts):,} to train on, {len(prepared.held_out):,} held out"),
         ("processes", _processes(config)),
+        ("devices", _devices(config)),
         ("engine memory", _engine_memory(config, shape, num_parameters)),
         ("trainer memory", f"{_gigabytes(_MASTER_BYTES * num_parameters)} beside activations"),
         ("training step", _step(prepared)),
@@ -53,18 +54,26 @@ def count_parameters(shape: ModelShape, tied: bool) -> int:
 def _processes(config: Config) -> str:
     if config.run.runtime == "inline":
         return "1 (everything inline)"
-    parts = ["controller", "engine", "trainer", "reward pool", f"{config.reward.workers} verifiers"]
+    engines = "engine" if config.engine.count == 1 else f"{config.engine.count} engines"
+    parts = ["controller", engines, "trainer", "reward pool", f"{config.reward.workers} verifiers"]
     parts.append(f"{config.rollout.workers} rollout worker{'s' * (config.rollout.workers > 1)}")
     return ", ".join(parts)
+
+
+def _devices(config: Config) -> str:
+    placed = {**config.engine.placement, "trainer": config.trainer.device}
+    return ", ".join(f"{name} on {device}" for name, device in placed.items())
 
 
 def _engine_memory(config: Config, shape: ModelShape, num_parameters: int) -> str:
     width = _BYTES[config.model.dtype]
     weights = 2 * width * num_parameters
-    kv_tokens = config.engine.kv_tokens or (DEFAULT_KV_TOKENS if config.engine.device == "cpu" else 0)
+    on_cpu = set(config.engine.devices) == {"cpu"}
+    kv_tokens = config.engine.kv_tokens or (DEFAULT_KV_TOKENS if on_cpu else 0)
     kv = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * width * kv_tokens
     rest = f"{_gigabytes(kv)} for keys and values" if kv else "most of the rest for keys and values"
-    return f"{_gigabytes(weights)} for two sets of weights, {rest}"
+    each = "for each engine " if config.engine.count > 1 else ""
+    return f"{each}{_gigabytes(weights)} for two sets of weights, {rest}"
 
 
 def _step(prepared: Prepared) -> str:
@@ -81,7 +90,7 @@ def _warnings(prepared: Prepared) -> list[str]:
 
     config = prepared.config
     found = []
-    if config.engine.kind == "embedded" and config.engine.device == "cpu" and native.compiler() is None:
+    if config.engine.kind == "embedded" and "cpu" in config.engine.devices and native.compiler() is None:
         found.append(
             "no C++ compiler (c++, g++ or clang++) was found; the engine runs at about two thirds of its speed"
         )

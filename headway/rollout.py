@@ -1,4 +1,7 @@
-"""The rollout worker: runs workflows with handles to an engine and the reward pool. It does not know the controller.
+"""The rollout worker: runs workflows with handles to engines and the reward pool. It does not know the controller.
+
+A group stays on one engine, where its prompt's keys and values are computed once; which one is nobody else's business,
+since what a request samples does not depend on who serves it.
 
 Invariants that live here:
   8. Groups know themselves: a trajectory that failed leaves a `Failure` in its group, with what befell it.
@@ -6,6 +9,7 @@ Invariants that live here:
 """
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -22,15 +26,22 @@ from headway.workflows import VerifierBroken, Workflow
 
 
 class RolloutWorker:
-    def __init__(self, engine: Engine, rewards: RewardPool, tokenizer_path: str, workflow: str, seed: int):
-        self._engine, self._rewards = engine, rewards
+    def __init__(self, engines: dict[str, Engine], rewards: RewardPool, tokenizer_path: str, workflow: str, seed: int):
+        self._engines, self._rewards = engines, rewards
+        self._unfinished = Counter[str]()  # trajectories on each engine
         self._tokenizer = load_tokenizer(tokenizer_path)
         self._workflow: Workflow = _make_workflow(workflow)
         self._seed = seed
 
     async def run(self, admission: Admission) -> Group:
-        """All trajectories of one group, at the same time."""
-        made = await asyncio.gather(*(self._trajectory(admission, index) for index in range(admission.size)))
+        """All trajectories of one group, at the same time and on one engine."""
+        engine = self._least_loaded(admission.group)
+        # Counted now, not when the tasks begin: the next group may be placed before that.
+        self._unfinished[engine] += admission.size
+        tasks = [asyncio.create_task(self._trajectory(admission, index, engine)) for index in range(admission.size)]
+        for task in tasks:
+            task.add_done_callback(lambda _: self._unfinished.subtract([engine]))
+        made = await asyncio.gather(*tasks)
         return Group(
             id=admission.group,
             prompt_index=admission.prompt.index,
@@ -40,8 +51,14 @@ class RolloutWorker:
             failures=tuple(item for item in made if isinstance(item, Failure)),
         )
 
-    async def _trajectory(self, admission: Admission, index: int) -> Trajectory | Failure:
-        episode = RunningEpisode(self, admission, index)
+    def _least_loaded(self, group: int) -> str:
+        """The engine with the fewest of this worker's trajectories; among equals by turns, as groups are numbered."""
+        names = list(self._engines)
+        first = group % len(names)
+        return min(names[first:] + names[:first], key=lambda name: self._unfinished[name])
+
+    async def _trajectory(self, admission: Admission, index: int, engine: str) -> Trajectory | Failure:
+        episode = RunningEpisode(self, admission, index, engine)
         # User code: whatever a workflow raises costs its trajectory. A dead, silent or broken worker is not its fault.
         try:
             return await self._workflow.run(episode)
@@ -52,18 +69,18 @@ class RolloutWorker:
         except Exception as error:
             return Failure(index, f"workflow: {type(error).__name__}: {error}", episode.num_sampled)
 
-    async def complete(self, request: Request) -> Completion:
+    async def complete(self, engine: str, request: Request) -> Completion:
         # What is not written for users is the engine's own trouble: in the same process, too, it must not pass for a
         # workflow's.
         try:
-            async for item in self._engine.generate(request):
+            async for item in self._engines[engine].generate(request):
                 if isinstance(item, Completion):
                     return item
         except HeadwayError:
             raise
         except Exception as error:
-            raise WorkerDied(f"the engine broke at request {request.key}: {type(error).__name__}: {error}") from error
-        raise WorkerDied(f"the engine ended request {request.key} without a completion")
+            raise WorkerDied(f"{engine} broke at request {request.key}: {type(error).__name__}: {error}") from error
+        raise WorkerDied(f"{engine} ended request {request.key} without a completion")
 
     async def verify(self, task: dict[str, Any], text: str) -> float:
         verdict = await self._rewards.verify(task, text)
@@ -75,8 +92,8 @@ class RolloutWorker:
 class RunningEpisode:
     """What a workflow holds while it runs; counts its calls and what they sampled."""
 
-    def __init__(self, worker: RolloutWorker, admission: Admission, index: int):
-        self._worker, self._admission = worker, admission
+    def __init__(self, worker: RolloutWorker, admission: Admission, index: int, engine: str):
+        self._worker, self._admission, self._engine = worker, admission, engine
         self.prompt = admission.prompt
         self.index = index
         self.temperature = admission.sampling.temperature
@@ -91,7 +108,7 @@ class RunningEpisode:
         if max_tokens is not None:
             sampling = replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
         request = Request(key, tokens, sampling, self._worker._seed, self._urgent)
-        completion = await self._worker.complete(request)
+        completion = await self._worker.complete(self._engine, request)
         self.num_sampled += len(completion.tokens)
         if completion.stop == StopReason.ABORTED:
             raise asyncio.CancelledError(f"request {key} was aborted")

@@ -406,11 +406,12 @@ class LiveView(View):
         reasons = ", ".join(f"{num_groups:,} {clean(reason, 40)}" for reason, num_groups in board.dropped.most_common())
         pauses = board.pauses
         pause = f"last {pauses[-1]:.1f} ms, mean {sum(pauses) / len(pauses):.1f} ms" if pauses else "-"
+        engines = f"{len(board.engines)} engines" if len(board.engines) > 1 else "engine"
         return [
             ("generated", f"{board.generated_per_s:,.0f} tokens/s"),
             ("trained", f"{board.trained_per_s:,.0f} tokens/s"),
             ("groups", f"{stats['inflight']} in flight, {stats['ready']} ready" if stats else "-"),
-            ("engine", f"{board.over_engines('running')} running, {board.over_engines('waiting')} waiting"),
+            (engines, f"{board.over_engines('running')} running, {board.over_engines('waiting')} waiting"),
             ("kv used", f"{used / total:.0%} of {total:,} tokens" if total else "-"),
             ("pause", pause),
             ("dropped", reasons or "nothing"),

@@ -15,12 +15,42 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is first imported,
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz +-*/=().,:?\n"
 CONTEXT = 512
-VARIANTS = ("llama", "llama-untied", "qwen2", "qwen2-tied", "qwen3", "qwen3-tied", "llama-wide", "qwen2-wide")
+VARIANTS = (
+    "llama",
+    "llama-untied",
+    "qwen2",
+    "qwen2-tied",
+    "qwen3",
+    "qwen3-tied",
+    "mistral",
+    "gemma",
+    "gemma3_text",
+    "llama-wide",
+    "qwen2-wide",
+)
+"""Those that transformers runs by sdpa: all but gemma2, whose soft cap it has in eager attention alone."""
+WINDOW = 24
+PECULIAR: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": WINDOW},
+    "gemma2": {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 1.0,
+        "final_logit_softcapping": 2.0,
+    },
+    "gemma3_text": {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 24,
+    },
+}
+"""What a family has that others have not, in numbers that matter to a model this small."""
 
 
 def build_variant(directory: Path, name: str) -> None:
     """A model directory of the named family: `-tied` or `-untied` says how its head is, where it is not the usual way;
-    `-wide` has one layer whose matrices, and the head, are as large as those the engine treats apart.
+    `-wide` has few layers whose matrices, and the head, are as large as those the engine treats apart.
 
     Biases and norms are drawn too: as initialised (0 and 1), an engine that left them out would go unnoticed.
     """
@@ -33,25 +63,26 @@ def build_variant(directory: Path, name: str) -> None:
     torch.set_num_threads(1)
     tokenizer = build_character_tokenizer(ALPHABET)
     family, _, kind = name.partition("-")
-    wide = kind == "wide"
+    wide, gemma = kind == "wide", family.startswith("gemma")
     sizes: dict[str, Any] = {
         "vocab_size": 512 if wide else len(tokenizer),
         "hidden_size": 512 if wide else 64,
         "intermediate_size": 512 if wide else 128,
-        "num_hidden_layers": 1 if wide else 2,
+        "num_hidden_layers": 1 if wide and not gemma else 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 128 if wide else 32 if family == "qwen3" else 16,
+        "head_dim": 256 if wide and gemma else 128 if wide else 32 if family == "qwen3" else 16,
         "max_position_embeddings": CONTEXT,
         "initializer_range": 512**-0.5 if wide else 64**-0.5,
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
-        "tie_word_embeddings": kind == "tied" or (family == "llama" and kind != "untied"),
+        "tie_word_embeddings": kind == "tied" or ((family == "llama" or gemma) and kind != "untied"),
+        **PECULIAR.get(family, {}),
     }
     with torch.random.fork_rng():
         torch.manual_seed(sum(name.encode()))
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), attn_implementation="eager")
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.data += 0.2 * torch.randn(parameter.shape)

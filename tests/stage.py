@@ -155,10 +155,8 @@ class Stage:
         section = self.config.rollout
         rewards = cast(RewardPool, self.rewards)
         return [
-            RolloutWorker(
-                self.engines[number % len(self.engines)], rewards, self.config.model.path, section.workflow, 0
-            )
-            for number in range(section.workers)
+            RolloutWorker(self._engines(), rewards, self.config.model.path, section.workflow, 0)
+            for _ in range(section.workers)
         ]
 
     def tasks(self) -> Tasks:

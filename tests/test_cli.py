@@ -1,6 +1,7 @@
 """The command line: every bad input is one line on standard error before anything starts, and each half runs alone."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -207,6 +208,11 @@ BAD: list[tuple[str, Breaking, str]] = [
     ),
     ("a GPU that is not there", lambda tmp: {"engine": {"device": "cuda"}}, "engine.device = cuda asks for a GPU"),
     (
+        "a GPU that is not there among several devices",
+        lambda tmp: {"engine": {"device": "cpu,cuda:77", "count": 2}},
+        "engine.device = cuda:77 asks for a GPU that is not there",
+    ),
+    (
         "W&B that is not installed",
         lambda tmp: {"metrics": {"wandb_project": "headway"}},
         "metrics.wandb_project = 'headway' needs the wandb package: pip install wandb, or clear the setting",
@@ -324,7 +330,17 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     assert code == 0 and not (tmp_path / "run").exists()
     assert "worst staleness" in out and "3 versions" in out
     assert "4 steps = 12 groups" in out
+    assert "engine on cpu, trainer on cpu" in out
     assert "fewer than a batch" in out and "truncates sampling" in out
+
+
+def test_dry_run_lists_the_engines_and_their_devices(tmp_path: Path, tiny_model: str, command: Command) -> None:
+    path = write_config(tmp_path, tiny_model, run={"runtime": "local"}, engine={"count": 2})
+    code, out, _ = command("train", path, "--dry-run")
+    assert code == 0
+    said = " ".join(re.sub("[│┃|]", " ", out).split())
+    assert "controller, 2 engines, trainer" in said
+    assert "engine-0 on cpu, engine-1 on cpu, trainer on cpu" in said and "for each engine" in said
 
 
 def test_dry_run_refuses_what_train_refuses(tmp_path: Path, tiny_model: str, refused: Refused) -> None:

@@ -186,6 +186,14 @@ def test_a_value_out_of_range_is_refused(key: str, value: Any, why: str) -> None
             {"engine": {"device": "tpu"}},
             "engine.device = tpu is neither cpu nor cuda nor a GPU by number, such as cuda:1; set one of them",
         ),
+        (
+            {"engine": {"device": "cuda:0,cuda1", "count": 2}},
+            "engine.device = cuda1 is neither cpu nor cuda nor a GPU by number, such as cuda:1; set one of them",
+        ),
+        (
+            {"engine": {"device": "cuda:0,cuda:1"}},
+            "engine.device = cuda:0,cuda:1 names more devices than engine.count = 1; raise count or name fewer",
+        ),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(sections: dict[str, Any], said: str) -> None:
@@ -202,6 +210,7 @@ def test_values_that_contradict_each_other_are_refused(sections: dict[str, Any],
         {"engine": {"max_context": 257}},
         {"rollout": {"group_size": 1}, "algorithm": {"advantage": "batch"}},
         {"engine": {"device": "cuda"}},
+        {"engine": {"device": "cuda:0,cuda:1", "count": 2}},
         {"trainer": {"lr": 1}},
     ],
 )
@@ -209,6 +218,21 @@ def test_values_at_the_edge_of_a_contradiction_are_accepted(sections: dict[str, 
     config = validate(with_values(**sections))
     for section, knobs in sections.items():
         assert all(getattr(getattr(config, section), name) == value for name, value in knobs.items())
+
+
+@pytest.mark.parametrize(
+    ("knobs", "placement"),
+    [
+        ({}, {"engine": "cpu"}),
+        ({"count": 2}, {"engine-0": "cpu", "engine-1": "cpu"}),
+        (
+            {"count": 3, "device": "cuda:0, cuda:1"},
+            {"engine-0": "cuda:0", "engine-1": "cuda:1", "engine-2": "cuda:0"},
+        ),
+    ],
+)
+def test_devices_are_dealt_out_to_the_engines_by_turns(knobs: dict[str, Any], placement: dict[str, str]) -> None:
+    assert validate(with_values(engine=knobs)).engine.placement == placement
 
 
 # Files and overrides

@@ -63,6 +63,18 @@ class Liar(FakeEngine):
         return replace(report, fingerprints={"weights": "others"}) if version >= 2 else report
 
 
+class Meeting(FakeEngine):
+    """Receives weights only while all its fellows do."""
+
+    def __init__(self, barrier: asyncio.Barrier) -> None:
+        super().__init__(mean_tokens=6.0)
+        self._barrier = barrier
+
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        await self._barrier.wait()
+        await super().stage_weights(update)
+
+
 class Broken(FakeEngine):
     """Has a bug that shows at version 2."""
 
@@ -100,6 +112,7 @@ class Case:
     window: int = 0
     group_size: int = 2
     workers: int = 2
+    engines: int = 1
     spare: int = 0  # of rollout.max_groups over a batch; 0 is no limit
     steps: int = 9
     dropping: bool = True
@@ -113,6 +126,7 @@ cases = st.builds(
     window=st.sampled_from([-1, 0, 1, 2, 3, 11]),
     group_size=st.sampled_from([2, 3, 5]),
     workers=st.sampled_from([1, 2, 3]),
+    engines=st.sampled_from([1, 2, 3]),
     spare=st.sampled_from([0, 0, 1, 4]),
     steps=st.sampled_from([1, 4, 9]),
     dropping=st.booleans(),
@@ -132,18 +146,24 @@ def sections_of(case: Case) -> dict[str, dict[str, Any]]:
 
 
 def rewards_of(case: Case) -> StandInRewards:
-    """Some prompts fail whole; of the others, one trajectory in eleven."""
-    return StandInRewards(case.seed, failing=lambda answer, draw: case.dropping and (answer % 5 == 2 or draw % 11 == 0))
+    """One prompt fails whole; of the others, one trajectory in eleven. Half of the groups failing would end the run."""
+    return StandInRewards(case.seed, failing=lambda answer, draw: case.dropping and (answer == 8 or draw % 11 == 0))
+
+
+def engines_of(case: Case) -> list[FakeEngine]:
+    """Of several, every other one receives weights late."""
+    kinds = (FakeEngine, SlowToLoad)
+    return [kinds[number % 2](mean_tokens=6.0) for number in range(case.engines)]
 
 
 @repeatable
 @example(Case(batch=7, eta=0, window=-1, seed=1))
-@example(Case(batch=5, eta=4, window=1, spare=1, workers=3, seed=2))
+@example(Case(batch=5, eta=4, window=1, spare=1, workers=3, engines=2, seed=2))
 @given(cases)
 def test_invariants_1_and_2_eq_3_holds_at_every_admission_and_nothing_vanishes(
     make_stage: MakeStage, case: Case
 ) -> None:
-    stage = make_stage(sections_of(case), rewards=rewards_of(case))
+    stage = make_stage(sections_of(case), rewards=rewards_of(case), engines=engines_of(case))
     stage.trainer.pace = drawn_pace(case.seed)
     events = stage.run()
     state = check_finished(stage.config, events)
@@ -174,6 +194,17 @@ def test_invariant_1_the_version_that_admits_is_the_lowest_of_all_engines(make_s
     check_finished(stage.config, events)
     behind = {event["version"] for event in events if event.kind == "swapped" and event["engine"] == "engine-0"}
     assert behind == set(range(9))
+
+
+def test_weights_are_staged_to_all_engines_at_the_same_time(make_stage: MakeStage) -> None:
+    """If one waited for another, the first would wait for ever."""
+    barrier = asyncio.Barrier(3)
+    stage = make_stage({"run": {"steps": 4}}, engines=[Meeting(barrier) for _ in range(3)])
+    events = stage.run()
+    check_finished(stage.config, events)
+    for engine in ("engine-0", "engine-1", "engine-2"):
+        swapped = [event["version"] for event in events if event.kind == "swapped" and event["engine"] == engine]
+        assert swapped == [0, 1, 2, 3, 4]
 
 
 def test_two_processes_worth_of_groups_really_overlap_with_training(make_stage: MakeStage) -> None:
@@ -242,10 +273,11 @@ def test_invariant_13_generation_waits_neither_for_training_nor_for_saving(make_
 @given(cases, st.floats(0, 1))
 def test_invariant_14_a_crash_after_any_event_loses_nothing(make_stage: MakeStage, case: Case, part: float) -> None:
     sections, rewards = sections_of(case), rewards_of(case)
-    first = make_stage(sections, rewards=rewards, not_finite=frozenset({1, 3} if case.dropping else ()))
+    not_finite = frozenset({1, 3} if case.dropping else ())
+    first = make_stage(sections, rewards=rewards, engines=engines_of(case), not_finite=not_finite)
     first.trainer.pace = drawn_pace(case.seed)
     events = first.run()
-    crashed = make_stage(sections, rewards=rewards)
+    crashed = make_stage(sections, rewards=rewards, engines=engines_of(case))
     num_kept = 1 + int(part * (len(events) - 1))
     crash_after(num_kept, first, crashed)
     resumed = crashed.run()
@@ -312,6 +344,16 @@ def test_invariant_11_an_engine_that_runs_other_weights_stops_the_run(make_stage
     assert swapped == [0, 1], "a version that was not proved must not count as confirmed"
 
 
+def test_invariant_11_a_version_that_one_of_several_engines_did_not_prove_admits_nothing(make_stage: MakeStage) -> None:
+    stage = make_stage({"run": {"steps": 9}}, engines=[FakeEngine(mean_tokens=6.0), Liar(mean_tokens=6.0)])
+    with pytest.raises(WeightMismatch, match="engine-1 runs other weights than version 2: weights differs"):
+        stage.run()
+    events = read(stage.directory / "events.jsonl")
+    check_record(stage.config, events)
+    assert {event["version"] for event in events if event.kind == "admitted"} <= {0, 1}
+    assert [event["version"] for event in events if event.kind == "swapped" and event["engine"] == "engine-1"] == [0, 1]
+
+
 def test_the_wait_for_a_batch_never_loses_a_cancellation(make_stage: MakeStage, tmp_path: Path) -> None:
     """Lost in the very moment in which the wait is over, it would leave a broken run waiting for ever."""
     stage = make_stage({"trainer": {"batch_groups": 1}})
@@ -355,7 +397,7 @@ def test_a_run_that_is_stopped_at_any_moment_ends_at_once_and_can_go_on(make_sta
 
 def test_an_engine_that_breaks_ends_the_run_and_does_not_pass_for_a_failing_workflow(make_stage: MakeStage) -> None:
     stage = make_stage({"run": {"steps": 9}}, engines=[Broken(mean_tokens=6.0)])
-    with pytest.raises(WorkerDied, match=r"the engine broke at request train/\d+/\d/0: IndexError: index 255 is out"):
+    with pytest.raises(WorkerDied, match=r"engine-0 broke at request train/\d+/\d/0: IndexError: index 255 is out"):
         stage.run()
     state = check_record(stage.config, read(stage.directory / "events.jsonl"))
     assert state.num_trained >= 2 and not state.dropped

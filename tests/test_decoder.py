@@ -6,12 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from driving import drive, make_core, make_request, plain_model, prompt, teacher_forced
+import training
+from driving import Swapper, alone, drive, make_core, make_request, plain_model, prompt, teacher_forced
 
 from headway.engine.embedded import native
 from headway.engine.embedded.decoder import TorchOperations
 
 VARIANTS = ["llama", "llama-untied", "qwen2", "qwen3", "llama-wide", "qwen2-wide"]
+VARIANTS += ["mistral", "gemma", "gemma2", "gemma2-untied", "gemma2-wide", "gemma3_text"]
 OPERATIONS = ["torch", "native"]
 
 
@@ -34,7 +36,7 @@ def test_decoded_and_scored_logprobs_are_those_of_transformers(
     assert isinstance(core._executor.operations, TorchOperations) == (operations == "torch")
     requests = [make_request(prompt(length, seed=length), group=length) for length in (1, 5, 40, 70)]
     outcome = drive(core, requests)
-    reference = plain_model(path)
+    reference = training.plain_model(path)
     for request in requests:
         tokens = np.concatenate([request.tokens, outcome[request].tokens])
         expected = teacher_forced(reference, tokens)
@@ -42,7 +44,31 @@ def test_decoded_and_scored_logprobs_are_those_of_transformers(
         assert np.abs(core.score((tokens,), 1.0).logprobs[0] - expected).max() < 2e-5
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen3"])
+@pytest.mark.parametrize("variant", ["mistral", "gemma2", "gemma3_text"])
+def test_who_shares_the_batch_changes_no_bit(tiny_variant: Callable[[str], str], variant: str, operations: str) -> None:
+    path = tiny_variant(variant)
+    requests = [make_request(prompt(length, seed=length), group=length, max_tokens=30) for length in (2, 23, 40, 60)]
+    together = drive(make_core(path), requests)
+    for request in requests:
+        found, expected = together[request], alone(path, request)
+        assert np.array_equal(found.tokens, expected.tokens) and np.array_equal(found.logprobs, expected.logprobs)
+
+
+def test_a_swap_reaches_norms_before_and_after_branches_and_of_heads(
+    tiny_variant: Callable[[str], str], operations: str
+) -> None:
+    path = tiny_variant("gemma3_text")
+    core, other = make_core(path, deterministic=False), plain_model(path, noise_seed=3, noise=0.1)
+    before = core.score((prompt(40),), 1.0).logprobs[0]
+    Swapper().swap(core, other, "recompute")
+    request = make_request(prompt(40), max_tokens=8)
+    tokens = np.concatenate([request.tokens, drive(core, [request])[request].tokens])
+    expected = teacher_forced(other, tokens)
+    assert np.abs(core.score((tokens,), 1.0).logprobs[0] - expected).max() < 2e-5
+    assert np.abs(before - expected[:40]).max() > 0.1
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text"])
 def test_the_two_kinds_of_operations_agree_in_bfloat16(
     tiny_variant: Callable[[str], str], variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

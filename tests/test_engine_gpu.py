@@ -6,6 +6,8 @@ import driving
 import numpy as np
 import pytest
 import torch
+import training
+from conftest import WINDOW
 from driving import (
     Swapper,
     drive,
@@ -43,7 +45,10 @@ def one_step_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("variant", ["llama", "llama-untied", "qwen2", "qwen3"])
+FAMILIES = ["llama", "llama-untied", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma2-wide", "gemma3_text"]
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
 def test_invariant_6_sampled_logprobs_are_those_of_transformers(
     tiny_variant: Callable[[str], str], variant: str
 ) -> None:
@@ -52,7 +57,7 @@ def test_invariant_6_sampled_logprobs_are_those_of_transformers(
     requests = [make_request(prompt(n, seed=n), group=n, max_tokens=50) for n in (1, 5, 16, 17, 40, 150)]
     requests += group_of(6, prompt(70, seed=99), group=99, max_tokens=40)
     outcome = drive(core, requests)
-    reference = plain_model(path)
+    reference = training.plain_model(path)
     for request in requests:
         expected = teacher_forced(reference, whole(request, outcome[request]))
         assert np.abs(outcome[request].logprobs - expected[len(request.tokens) :]).max() < CLOSE
@@ -209,12 +214,29 @@ def test_a_full_pool_preempts_and_loses_nothing(tiny_model: str, kv_tokens: int)
         assert_same(tight[request], roomy[request], atol=CLOSE)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_invariant_6_sixteen_bits_stay_near_fp32(tiny_model: str, dtype: torch.dtype) -> None:
-    core = make_core(tiny_model, deterministic=False, dtype=dtype)
-    requests = [make_request(prompt(n, seed=n), group=n, max_tokens=60) for n in (3, 33, 90)]
+def test_a_window_as_long_as_the_context_is_none_and_prompts_are_shared(tiny_variant: Callable[[str], str]) -> None:
+    path = tiny_variant("mistral")
+    assert make_core(path, deterministic=False)._executor._decoder.windows == {WINDOW}  # type: ignore[attr-defined]
+    core = make_core(path, deterministic=False, context=WINDOW)
+    assert core._executor._decoder.windows == {0}  # type: ignore[attr-defined]
+    requests = group_of(4, prompt(18), group=1, max_tokens=6)
     outcome = drive(core, requests)
     for request in requests:
-        expected = teacher_forced(plain_model(tiny_model), whole(request, outcome[request]))[len(request.tokens) :]
+        expected = teacher_forced(training.plain_model(path), whole(request, outcome[request]))
+        assert np.abs(outcome[request].logprobs - expected[18:]).max() < CLOSE
+
+
+@pytest.mark.parametrize("variant", ["llama", "mistral", "gemma2", "gemma2-wide", "gemma3_text"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_invariant_6_sixteen_bits_stay_near_fp32(
+    tiny_variant: Callable[[str], str], variant: str, dtype: torch.dtype
+) -> None:
+    path = tiny_variant(variant)
+    core = make_core(path, deterministic=False, dtype=dtype)
+    requests = [make_request(prompt(n, seed=n), group=n, max_tokens=60) for n in (3, 33, 90)]
+    outcome = drive(core, requests)
+    reference = training.plain_model(path)
+    for request in requests:
+        expected = teacher_forced(reference, whole(request, outcome[request]))[len(request.tokens) :]
         gap = np.abs(outcome[request].logprobs - expected)
         assert gap.mean() < 0.03 and gap.max() < 0.3

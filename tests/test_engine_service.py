@@ -102,6 +102,30 @@ def test_swaps_under_load_lose_no_request_and_stamp_the_versions(tiny_model: str
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
 
 
+def test_a_draining_swap_waits_for_what_is_under_way_and_lets_nothing_new_begin(tiny_model: str) -> None:
+    """Every completion is of one version, also those that memory preempted while they drained."""
+    requests = [make_request(prompt(60, seed=i), group=i, max_tokens=150, urgent=i % 3 == 0) for i in range(20)]
+    other = plain_model(tiny_model, noise_seed=1)
+
+    async def scenario() -> list[Completion]:
+        async with opened(tiny_model, max_num_seqs=18, max_context=256, kv_tokens=4096) as engine:
+            tasks = [asyncio.create_task(complete(engine, request)) for request in requests]
+            while (await engine.stats()).num_generated < 400:
+                await asyncio.sleep(0)
+            late = make_request(prompt(9), group=99, urgent=True)
+            swap = asyncio.create_task(publish_and_swap(engine, Publisher(), other, 1, "drain"))
+            await asyncio.sleep(0)
+            tasks.append(asyncio.create_task(complete(engine, late)))
+            report = await swap
+            assert report.num_interrupted == 0 and (await engine.stats()).num_preempted > 0
+            return [completion for _, completion in await asyncio.gather(*tasks)]
+
+    completions = run(scenario())
+    versions = [set(completion.versions.tolist()) for completion in completions]
+    assert all(len(found) == 1 for found in versions) and {0} in versions and {1} in versions
+    assert [len(completion.tokens) for completion in completions[:-1]] == [150] * 20
+
+
 def test_invariant_5_a_pause_is_invisible_bit_for_bit(tiny_model: str) -> None:
     """Interruption is invisible: paused and resumed at many points, under load, and while a request arrives."""
     requests = requests_of_all_lengths()

@@ -23,10 +23,16 @@ SHAPE = ModelShape(
 WIDE = ModelShape(
     num_layers=2, hidden_size=32, intermediate_size=8, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=8
 )
-HEADS: Any = SimpleNamespace(num_heads=4, num_kv_heads=2, head_dim=8, scaling=0.5, query_norm=None, key_norm=None)
-"""What attention asks of a layer."""
+LOOKS = [(0, 0.0), (50, 0.0), (0, 0.7), (50, 0.7)]
+"""Windows and soft caps."""
 CAPACITIES = (64, 128, 256, 512)
 SLAB = 2048
+
+
+def heads(window: int, softcap: float) -> Any:
+    """What attention asks of a layer."""
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "scaling": 0.5}
+    return SimpleNamespace(**shape, window=window, softcap=softcap, query_norm=None, key_norm=None)
 
 
 def make_memory(num_slabs: int, shape: ModelShape = SHAPE) -> KvMemory:
@@ -147,13 +153,17 @@ def test_memory_is_never_so_small_that_one_sequence_cannot_grow_to_the_whole_con
     assert memory.capacity(row) == 4096
 
 
-def reference_attention(query_HD: Tensor, key_SKD: Tensor, value_SKD: Tensor) -> Tensor:
-    """One query over all the keys it may see, head by head."""
+def reference_attention(
+    query_HD: Tensor, key_SKD: Tensor, value_SKD: Tensor, window: int = 0, softcap: float = 0.0
+) -> Tensor:
+    """The last query over all the keys it may see, head by head."""
+    key_SKD, value_SKD = key_SKD[-window:], value_SKD[-window:]
     num_heads, num_kv_heads = query_HD.shape[0], key_SKD.shape[1]
     outs = []
     for head in range(num_heads):
         kv_head = head // (num_heads // num_kv_heads)
-        weights = (key_SKD[:, kv_head].double() @ query_HD[head].double() * 0.5).softmax(0)
+        scores = key_SKD[:, kv_head].double() @ query_HD[head].double() * 0.5
+        weights = (softcap * torch.tanh(scores / softcap) if softcap else scores).softmax(0)
         outs.append((weights[:, None] * value_SKD[:, kv_head].double()).sum(0))
     return torch.stack(outs).float()
 
@@ -179,8 +189,11 @@ def unrotated(num_tokens: int) -> Rotation:
     return Rotation(torch.ones(num_tokens, 8), torch.zeros(num_tokens, 8))
 
 
+@pytest.mark.parametrize(("window", "softcap"), LOOKS)
 @pytest.mark.parametrize("kind", ["fixed", "varying", "native"])
-def test_decode_attention_of_rows_in_many_slabs_equals_one_query_at_a_time(kind: str) -> None:
+def test_decode_attention_of_rows_in_many_slabs_equals_one_query_at_a_time(
+    kind: str, window: int, softcap: float
+) -> None:
     generator = torch.Generator().manual_seed(0)
     memory = make_memory(8, WIDE)
     lengths = [0, 63, 64, 5, 200, 127, 300, 1, 130, 64, 20, 500, 44, 63]
@@ -193,31 +206,32 @@ def test_decode_attention_of_rows_in_many_slabs_equals_one_query_at_a_time(kind:
     given_rows, positions = [rows[i] for i in order], [lengths[i] for i in order]
     attention: DecodeAttention | native.NativeDecodeAttention
     if kind == "native":
-        if not native.supports(memory):
+        if not native.supports(memory, "silu"):
             pytest.skip("no C++ compiler here")
-        operations = native.NativeOperations(torch.float32)
+        operations = native.NativeOperations(torch.float32, "silu")
         attention = native.NativeDecodeAttention(memory, given_rows, positions, operations)
     else:
         attention = DecodeAttention(memory, given_rows, positions, TorchOperations(), kind == "fixed")
     for layer in range(2):
         qkv = torch.cat([query_THD, key_TKD, value_TKD], dim=1)
-        out_THD = attention.attend(layer, HEADS, qkv, unrotated(num_queries)).view(num_queries, 4, 8)
+        out_THD = attention.attend(layer, heads(window, softcap), qkv, unrotated(num_queries)).view(-1, 4, 8)
         for query, i in enumerate(order):
             before_KSD = contents_LKSD_of[i][2 * layer : 2 * layer + 2].transpose(1, 2)
             keys, values = torch.cat([before_KSD, torch.stack([key_TKD, value_TKD])[:, query : query + 1]], dim=1)
-            expected = reference_attention(query_THD[query], keys, values)
+            expected = reference_attention(query_THD[query], keys, values, window, softcap)
             torch.testing.assert_close(out_THD[query], expected, atol=2e-6, rtol=1e-5)
             assert torch.equal(contents_LKSD(memory, rows[i])[2 * layer, :, lengths[i]], key_TKD[query])
             assert torch.equal(contents_LKSD(memory, rows[i])[2 * layer + 1, :, lengths[i]], value_TKD[query])
         assert (out_THD[len(rows) :] == 0).all(), "padding must stay finite and take part in nothing"
 
 
-def test_prefill_attention_in_packed_chunks_equals_one_query_at_a_time() -> None:
+@pytest.mark.parametrize(("window", "softcap"), LOOKS)
+def test_prefill_attention_in_packed_chunks_equals_one_query_at_a_time(window: int, softcap: float) -> None:
     generator = torch.Generator().manual_seed(1)
     memory = make_memory(4, WIDE)
     lengths = [70, 3, 129]
     rows = [row for length in lengths if (row := memory.allocate(length)) is not None]
-    query, key, value = ([torch.randn(n, heads, 8, generator=generator) for n in lengths] for heads in (4, 2, 2))
+    query, key, value = ([torch.randn(n, size, 8, generator=generator) for n in lengths] for size in (4, 2, 2))
     qkv = [torch.cat(parts, dim=1) for parts in zip(query, key, value, strict=True)]
     outs: list[list[Tensor]] = [[], [], []]
     done = [0, 0, 0]
@@ -228,7 +242,7 @@ def test_prefill_attention_in_packed_chunks_equals_one_query_at_a_time() -> None
         packed = torch.cat([qkv[i][p] for i, p in zip(chosen, parts, strict=True)])
         starts, sizes = [done[i] for i in chosen], [steps[i] for i in chosen]
         attention = PrefillAttention(memory, [rows[i] for i in chosen], starts, sizes, TorchOperations())
-        out = attention.attend(1, HEADS, packed, unrotated(len(packed))).view(-1, 4, 8)
+        out = attention.attend(1, heads(window, softcap), packed, unrotated(len(packed))).view(-1, 4, 8)
         for i, piece in zip(chosen, out.split(sizes), strict=True):
             outs[i].append(piece)
             done[i] += steps[i]
@@ -237,7 +251,7 @@ def test_prefill_attention_in_packed_chunks_equals_one_query_at_a_time() -> None
         whole = torch.cat(outs[i])
         for position in range(length):
             seen = slice(0, position + 1)
-            expected = reference_attention(query[i][position], key[i][seen], value[i][seen])
+            expected = reference_attention(query[i][position], key[i][seen], value[i][seen], window, softcap)
             torch.testing.assert_close(whole[position], expected, atol=2e-6, rtol=1e-5)
         assert torch.equal(contents_LKSD(memory, rows[i])[2, :, :length], key[i].transpose(0, 1))
         assert (contents_LKSD(memory, rows[i])[0] == 0).all(), "another layer was written to"

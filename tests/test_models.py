@@ -33,6 +33,7 @@ from headway.models import (
     Policy,
     build_model,
     causal_attention,
+    compile_blocks,
     find_device,
     full_tensor,
     hidden_states,
@@ -46,6 +47,9 @@ from headway.models import (
 )
 
 FAMILIES = ["llama", "llama-untied", "qwen2", "qwen2-tied", "qwen3"]
+FAMILIES += ["mistral", "gemma", "gemma2", "gemma2-untied", "gemma3_text"]
+CUDA = torch.device("cuda")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 Variant = Callable[[str], str]
 
 
@@ -56,15 +60,15 @@ def draw_rows(lengths: list[int], seed: int = 0) -> list[Any]:
 
 def policy_logprobs(policy: Policy, rows: list[Any], temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of every token of every row but the first, packed end to end."""
-    lengths = [len(row) for row in rows]
+    lengths, device = [len(row) for row in rows], next(policy.parameters()).device
     starts = np.cumsum([0, *lengths[:-1]])
     where = np.concatenate([np.arange(1, length) + start for length, start in zip(lengths, starts, strict=True)])
     out: tuple[Tensor, Tensor] = policy(
-        torch.from_numpy(np.concatenate(rows)).long(),
-        torch.cat([torch.arange(length) for length in lengths]),
+        torch.from_numpy(np.concatenate(rows)).long().to(device),
+        torch.cat([torch.arange(length) for length in lengths]).to(device),
         lengths,
-        torch.from_numpy(where),
-        torch.full((len(where),), temperature),
+        torch.from_numpy(where).to(device),
+        torch.full((len(where),), temperature, device=device),
     )
     return out
 
@@ -81,26 +85,35 @@ def head_case(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, T
     return hidden_TC, weight_VC, targets_T, temperature_T
 
 
+def exact_logprobs(hidden_TC: Tensor, weight_VC: Tensor, temperature_T: Tensor, softcap: float) -> Tensor:
+    logits_TV = hidden_TC.double() @ weight_VC.double().T
+    if softcap:
+        logits_TV = torch.tanh(logits_TV / softcap) * softcap
+    return torch.log_softmax(logits_TV / temperature_T[:, None].double(), -1)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("chunk", [1, 7, 49, 50, 2048])
-def test_fused_log_probs_and_entropies_are_those_of_log_softmax(chunk: int) -> None:
+def test_fused_log_probs_and_entropies_are_those_of_log_softmax(chunk: int, softcap: float) -> None:
     hidden_TC, weight_VC, targets_T, temperature_T = head_case(50)
-    logprobs_T, entropy_T = linear_logprobs(hidden_TC, weight_VC, targets_T, temperature_T, chunk)
-    exact_TV = torch.log_softmax(hidden_TC.double() @ weight_VC.double().T / temperature_T[:, None].double(), -1)
+    logprobs_T, entropy_T = linear_logprobs(hidden_TC, weight_VC, targets_T, temperature_T, chunk, softcap)
+    exact_TV = exact_logprobs(hidden_TC, weight_VC, temperature_T, softcap)
     assert logprobs_T.dtype == entropy_T.dtype == torch.float32
     torch.testing.assert_close(logprobs_T.double(), exact_TV.gather(-1, targets_T[:, None])[:, 0], rtol=2e-6, atol=1e-5)
     torch.testing.assert_close(entropy_T.double(), -(exact_TV.exp() * exact_TV).sum(-1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("chunk", [7, 2048])
-def test_fused_gradients_are_those_of_log_softmax(chunk: int) -> None:
+def test_fused_gradients_are_those_of_log_softmax(chunk: int, softcap: float) -> None:
     hidden_TC, weight_VC, targets_T, temperature_T = head_case(50)
     upstream_T = torch.linspace(-2, 3, 50)
     inputs = [hidden_TC.clone().requires_grad_(), weight_VC.clone().requires_grad_()]
-    found, _ = linear_logprobs(inputs[0], inputs[1], targets_T, temperature_T, chunk)
+    found, _ = linear_logprobs(inputs[0], inputs[1], targets_T, temperature_T, chunk, softcap)
     (found * upstream_T).sum().backward()
     exact = [hidden_TC.double().requires_grad_(), weight_VC.double().requires_grad_()]
-    logits_TV = exact[0] @ exact[1].T / temperature_T[:, None].double()
-    (torch.log_softmax(logits_TV, -1).gather(-1, targets_T[:, None])[:, 0] * upstream_T.double()).sum().backward()
+    exact_TV = exact_logprobs(exact[0], exact[1], temperature_T, softcap)
+    (exact_TV.gather(-1, targets_T[:, None])[:, 0] * upstream_T.double()).sum().backward()
     for mine, reference in zip(inputs, exact, strict=True):
         assert mine.grad is not None and reference.grad is not None
         torch.testing.assert_close(mine.grad.double(), reference.grad, rtol=1e-4, atol=1e-5)
@@ -164,12 +177,54 @@ def test_bf16_operands_give_fp32_logits() -> None:
 def test_packed_log_probs_are_those_of_plain_transformers(
     tiny_variant: Variant, family: str, temperature: float
 ) -> None:
-    rows = draw_rows([9, 2, 30, 17])
+    rows = draw_rows([9, 2, 30, 17, 60])
     with torch.no_grad():
         found, entropy = policy_logprobs(Policy(load_model(tiny_variant(family)), 16), rows, temperature)
         expected = reference_logprobs(plain_model(tiny_variant(family)), rows, [temperature] * len(rows))
     torch.testing.assert_close(found, torch.cat([logprobs[1:] for logprobs in expected]), rtol=0, atol=1e-5)
     assert (entropy > 0).all() and (entropy <= np.log(52)).all()
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma", "gemma2", "gemma3_text"])
+def test_packed_gradients_are_those_of_plain_transformers(tiny_variant: Variant, family: str) -> None:
+    rows, plain = draw_rows([9, 40, 60]), plain_model(tiny_variant(family))
+    policy = Policy(load_model(tiny_variant(family)), 16).train()
+    upstream = torch.linspace(0.5, 1.5, 106)
+    (policy_logprobs(policy, rows, 0.7)[0] * upstream).sum().backward()
+    expected = torch.cat([logprobs[1:] for logprobs in reference_logprobs(plain, rows, [0.7] * 3)])
+    (expected * upstream).sum().backward()
+    assert distance(gradients_of(policy, "model."), gradients_of(plain)) < 1e-5
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.3)])
+@pytest.mark.parametrize("family", ["mistral", "gemma", "gemma2", "gemma3_text"])
+def test_packed_log_probs_and_gradients_on_a_gpu_are_those_of_plain_transformers(
+    tiny_variant: Variant, family: str, dtype: torch.dtype, bound: float
+) -> None:
+    rows, plain = draw_rows([9, 40, 60]), plain_model(tiny_variant(family))
+    policy = Policy(load_model(tiny_variant(family), dtype), 16).train().to(CUDA)
+    found = policy_logprobs(policy, rows, 0.7)[0]
+    found.sum().backward()
+    expected = torch.cat([logprobs[1:] for logprobs in reference_logprobs(plain, rows, [0.7] * 3)])
+    expected.sum().backward()
+    assert (found.cpu() - expected).abs().max() < bound
+    gradients = {name: gradient.float().cpu() for name, gradient in gradients_of(policy, "model.").items()}
+    assert distance(gradients, gradients_of(plain)) < (1e-4 if dtype == torch.float32 else 0.1)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text"])
+def test_compiled_blocks_of_every_kind_of_layer_give_the_same_log_probs(tiny_variant: Variant, family: str) -> None:
+    plain, compiled = (Policy(load_model(tiny_variant(family), torch.bfloat16), 16).to(CUDA) for _ in range(2))
+    torch._dynamo.reset()
+    compile_blocks(compiled.model)
+    with torch.no_grad():
+        for lengths in ([9, 40, 60], [30, 33], [70]):
+            found, expected = (policy_logprobs(policy, draw_rows(lengths), 1.0)[0] for policy in (compiled, plain))
+            assert (found - expected).abs().max() < 0.2
 
 
 def test_a_sequence_attends_to_nothing_of_its_neighbours_in_the_pack(tiny_model: str) -> None:
@@ -181,20 +236,63 @@ def test_a_sequence_attends_to_nothing_of_its_neighbours_in_the_pack(tiny_model:
     torch.testing.assert_close(packed[7 : 7 + 11], alone, rtol=0, atol=1e-6)
 
 
-def test_the_last_queries_of_a_longer_past_see_all_keys_before_them() -> None:
+LOOKS = [(0, 0.0), (1, 0.0), (4, 0.0), (10, 0.0), (0, 0.5), (4, 0.5)]
+"""Windows and soft caps."""
+
+
+def schoolbook_attention(query_HTD: Tensor, key_KTD: Tensor, value_KTD: Tensor, window: int, softcap: float) -> Tensor:
+    """Query by query and head by head, in double precision."""
+    out = torch.empty(query_HTD.shape, dtype=torch.double)
+    for head, position in np.ndindex(*query_HTD.shape[:2]):
+        kv_head = head * len(key_KTD) // len(query_HTD)
+        seen = slice(max(0, position - window + 1) if window else 0, position + 1)
+        scores = key_KTD[kv_head, seen].double() @ query_HTD[head, position].double() * 0.3
+        weights = (softcap * torch.tanh(scores / softcap) if softcap else scores).softmax(0)
+        out[head, position] = weights @ value_KTD[kv_head, seen].double()
+    return out.float()
+
+
+@pytest.mark.parametrize(("window", "softcap"), LOOKS)
+def test_the_last_queries_of_a_longer_past_see_their_window_of_keys_before_them(window: int, softcap: float) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(heads, 10, 8, generator=generator) for heads in (4, 2, 2))
-    whole = causal_attention(query, key, value, 0.3)
-    torch.testing.assert_close(causal_attention(query[:, 7:], key, value, 0.3), whole[:, 7:], rtol=0, atol=1e-6)
-    packed = PackedAttention([10]).attend(0, query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), 0.3)
-    torch.testing.assert_close(packed.transpose(0, 1), whole, rtol=0, atol=1e-6)
+    expected = schoolbook_attention(query, key, value, window, softcap)
+    whole = causal_attention(query, key, value, 0.3, window, softcap)
+    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-6)
+    last = causal_attention(query[:, 7:], key, value, 0.3, window, softcap)
+    torch.testing.assert_close(last, expected[:, 7:], rtol=0, atol=1e-6)
+    operands = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+    packed = PackedAttention([10]).attend(0, *operands, 0.3, window, softcap)
+    torch.testing.assert_close(packed.transpose(0, 1), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize(("window", "softcap"), [(7, 0.0), (50, 0.0), (1000, 0.0), (0, 0.5), (50, 0.5)])
+@pytest.mark.parametrize("head_dim", [16, 256])
+def test_windows_and_soft_caps_on_a_gpu_are_those_of_the_cpu(window: int, softcap: float, head_dim: int) -> None:
+    lengths, generator = [1, 300, 17, 129], torch.Generator().manual_seed(0)
+    inputs = [torch.randn(sum(lengths), heads, head_dim, generator=generator).bfloat16() for heads in (4, 2, 2)]
+    upstream = torch.randn(inputs[0].shape, generator=generator)
+    fast = [tensor.to(CUDA).requires_grad_() for tensor in inputs]
+    exact = [tensor.float().requires_grad_() for tensor in inputs]
+    scaling = head_dim**-0.5
+    found = PackedAttention(lengths, CUDA).attend(0, fast[0], fast[1], fast[2], scaling, window, softcap)
+    expected = PackedAttention(lengths).attend(0, exact[0], exact[1], exact[2], scaling, window, softcap)
+    found.float().mul(upstream.to(CUDA)).sum().backward()
+    expected.mul(upstream).sum().backward()
+    assert (found.detach().cpu().float() - expected.detach()).norm() < 1e-2 * expected.detach().norm()
+    for one, other in zip(fast, exact, strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert (one.grad.cpu().float() - other.grad).norm() < 2e-2 * other.grad.norm()
 
 
 class Straight(PackedAttention):
     """What packed attention is to a compiler, without its loop over sequences."""
 
-    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float) -> Tensor:
-        return query_THD * scaling * self.longest
+    def attend(self, layer: int, query_THD: Tensor, *others: Any) -> Tensor:
+        _, _, scaling, window, softcap = others
+        return query_THD * scaling * self.longest + window + softcap
 
 
 def test_one_compiled_block_serves_every_layer_and_any_number_of_tokens() -> None:
@@ -209,6 +307,30 @@ def test_one_compiled_block_serves_every_layer_and_any_number_of_tokens() -> Non
         tokens = torch.arange(sum(lengths)) % 20
         hidden_states(model, tokens, tokens, Straight(lengths)).sum().backward()
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def test_layers_with_and_without_a_window_are_compiled_once_each(tiny_variant: Variant) -> None:
+    torch._dynamo.reset()
+    for family, num_kinds in (("mistral", 1), ("gemma3_text", 2)):
+        model = load_model(tiny_variant(family)).train()
+        torch._dynamo.reset()
+        counters.clear()
+        for layer in model.model.layers:
+            layer.compile(dynamic=True, backend="eager")
+        for lengths in ([9, 4], [7], [3, 3, 12]):
+            tokens = torch.arange(sum(lengths)) % 20
+            hidden_states(model, tokens, tokens, Straight(lengths)).sum().backward()
+        assert counters["stats"]["unique_graphs"] == num_kinds and not counters["graph_break"]
+
+
+def test_capped_attention_which_goes_sequence_by_sequence_is_left_out_of_what_is_compiled(
+    tiny_variant: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compiled.append(type(self).__name__))
+    compile_blocks(load_model(tiny_variant("gemma2")))
+    compile_blocks(load_model(tiny_variant("gemma3_text")))
+    assert compiled == ["Gemma2MLP"] * 2 + ["Gemma3DecoderLayer"] * 2
 
 
 # Masters
@@ -365,16 +487,26 @@ def test_a_family_the_engine_cannot_run_is_refused_by_name(copied: Path) -> None
     said = refused(lambda: load_config(str(copied)))
     assert said == (
         f"{copied} is a mixtral model, which the embedded engine does not run; "
-        "use one of the families llama, qwen2, qwen3, or a vLLM engine"
+        "use one of the families llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, or a vLLM engine"
     )
 
 
-def test_sliding_windows_are_refused(tiny_variant: Variant, tmp_path: Path) -> None:
-    directory = Path(shutil.copytree(tiny_variant("qwen2"), tmp_path / "model"))
+@pytest.mark.parametrize(
+    ("family", "changed", "what"),
+    [
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, "qwen2's sliding-window attention"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "attention to what follows a token"),
+        ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, "layers of chunked_attention"),
+    ],
+)
+def test_attention_the_engine_cannot_run_is_refused_by_name(
+    tiny_variant: Variant, tmp_path: Path, family: str, changed: dict[str, Any], what: str
+) -> None:
+    directory = Path(shutil.copytree(tiny_variant(family), tmp_path / "model"))
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"use_sliding_window": True, "sliding_window": 8}))
+    (directory / "config.json").write_text(json.dumps(config | changed))
     said = refused(lambda: load_config(str(directory)))
-    assert said == f"{directory} uses sliding-window attention, which the embedded engine does not run"
+    assert said == f"{directory} has {what}, which the embedded engine does not run; use a vLLM engine"
 
 
 def test_a_model_without_weights_is_one_sentence(copied: Path) -> None:

@@ -11,7 +11,9 @@ from typing import Literal, Protocol
 
 from headway.types import Chunk, Completion, EngineStats, Ints, Request, RequestKey, Scores, SwapReport, WeightUpdate
 
-KvPolicy = Literal["recompute", "keep"]
+KvPolicy = Literal["recompute", "keep", "drain"]
+"""What a swap does about sequences that are under way: compute their keys and values anew, leave those as they are, or
+wait until they have ended, so that every completion is of one version."""
 
 
 class Engine(Protocol):

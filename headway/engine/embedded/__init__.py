@@ -15,6 +15,8 @@ from headway.errors import RequestRefused, WorkerDied
 from headway.runtime import offload
 from headway.types import Chunk, Completion, EngineStats, Ints, Request, RequestKey, Scores, SwapReport, WeightUpdate
 
+_DRAIN_LOOK_S = 0.002
+
 
 class EmbeddedEngine:
     def __init__(self, model_path: str, dtype: str, section: EngineSection, deterministic: bool, kv_share: float = 0.8):
@@ -121,8 +123,21 @@ class EmbeddedEngine:
         await asyncio.to_thread(self._core.stage, update)
 
     async def swap(self, version: int, kv: KvPolicy) -> SwapReport:
+        if kv == "drain":
+            await self._drain()
         async with self._between_steps:
-            return await offload(self._core.swap, version, kv)
+            report = await offload(self._core.swap, version, kv)
+        self._wake.set()
+        return report
+
+    async def _drain(self) -> None:
+        """Return once every sequence that was under way has ended; new ones wait for the swap."""
+        async with self._between_steps:
+            self._core.drain()
+        self._wake.set()
+        while not self._core.is_idle:
+            self._check_alive()
+            await asyncio.sleep(_DRAIN_LOOK_S)
 
     async def pause(self) -> None:
         self._paused = True

@@ -67,6 +67,7 @@ class EngineCore:
         self.max_context = max_context
         self.deterministic = deterministic
         self.version = 0
+        self._draining = False
         self._decode_text = decode_text
         self._executor = make_executor(self.model, section, max_context, deterministic, kv_share)
         self._memory = self._executor.memory
@@ -81,7 +82,13 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting or self._outbox)
+        admits = bool(self._waiting) and not (self._draining and self._waiting[0].fresh)
+        return bool(self._running or self._outbox) or admits
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way: no sequence runs, and none that was preempted waits to go on."""
+        return not self._running and all(live.fresh for live in self._waiting)
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -110,7 +117,7 @@ class EngineCore:
         if live.num_tokens >= self.max_context:
             self._outbox.append((live.name, live.completion(StopReason.CONTEXT)))
             return
-        if request.urgent:
+        if request.urgent and not self._draining:
             self._waiting.appendleft(live)
         else:
             self._waiting.append(live)
@@ -153,6 +160,8 @@ class EngineCore:
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.section.max_num_seqs:
             live = self._waiting[0]
+            if self._draining and live.fresh:
+                return
             # Prefilled, what was sampled would differ in its last bits; a replay takes the very steps it took before.
             replays = self.deterministic and not live.fresh
             live.donor = self._donor(live) if live.fresh else None
@@ -363,13 +372,18 @@ class EngineCore:
             )
         self._executor.stage(update)
 
+    def drain(self) -> None:
+        """Until the next swap, begin nothing new; what is under way, preempted sequences too, goes on."""
+        self._draining = True
+        self._waiting = deque(sorted(self._waiting, key=lambda live: live.fresh))
+
     def swap(self, version: int, kv: KvPolicy) -> SwapReport:
         """Make the staged weights live. Runs between two steps, so that no token straddles two versions."""
         if self._executor.staged_version != version:
             raise InvariantBroken(f"version {version} was not staged; staged is {self._executor.staged_version}")
         started = time.perf_counter()
         prints = self._executor.swap()
-        self.version = version
+        self.version, self._draining = version, False
         num_recomputed = self._renew_kv(kv)
         return SwapReport(
             version=version,

@@ -14,7 +14,13 @@ from transformers import PreTrainedModel
 
 from headway.config import DEFAULT_KV_TOKENS, EngineSection
 from headway.engine.embedded import native
-from headway.engine.embedded.decoder import CachedAttention, Decoder, RotatingOperations, TorchOperations
+from headway.engine.embedded.decoder import (
+    CachedAttention,
+    Decoder,
+    RotatingOperations,
+    TorchOperations,
+    activation_name,
+)
 from headway.engine.embedded.kv import DecodeAttention, KvMemory, PrefillAttention, Row, decode_order
 from headway.engine.embedded.live import Live
 from headway.engine.embedded.live_weights import LiveWeights
@@ -30,8 +36,9 @@ class CpuExecutor:
             model_shape(model.config), model.dtype, section.kv_tokens or DEFAULT_KV_TOKENS, max_context
         )
         self.operations: RotatingOperations = TorchOperations()
-        if native.supports(self.memory) and model.config.hidden_act == "silu":
-            self.operations = native.NativeOperations(model.dtype)
+        activation = activation_name(model.config)
+        if native.supports(self.memory, activation):
+            self.operations = native.NativeOperations(model.dtype, activation)
         # Many tokens at once spend little between products, and the trainer's roundings keep fp32 parity near 1e-6.
         self._prefill_operations = TorchOperations() if model.dtype == torch.float32 else self.operations
         self._decoder = Decoder(model, self.operations, section.max_num_seqs)

@@ -7,19 +7,19 @@ addresses, so graphs outlive swaps. Prefill runs outside graphs, packed, through
 Shape suffixes: B rows of the batch, T tokens, N chunks, P pages of a row, S steps, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from headway.config import EngineSection
 from headway.engine.embedded import kernels
 from headway.engine.embedded.batch import DecodeBatch, bucket_of
-from headway.engine.embedded.decode_plan import DecodePlan, plan_decode
-from headway.engine.embedded.decoder import Decoder, Layer, Rotation, norm_parameters
+from headway.engine.embedded.decode_plan import DecodePlan, SharedPrefix, plan_decode
+from headway.engine.embedded.decoder import Decoder, Layer, Norm, Rotation, activation_name
 from headway.engine.embedded.live import Live
 from headway.engine.embedded.live_weights import LiveWeights
 from headway.engine.embedded.paged_attention import decode_attention, prefill_attention
@@ -40,11 +40,11 @@ class TritonOperations:
     def __init__(self, activation: str):
         self._activation: Any = _ACTIVATIONS[activation]
 
-    def add_norm(self, residual_TC: Tensor, delta_TC: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        weight, eps = norm_parameters(norm)
+    def add_norm(self, residual_TC: Tensor, delta_TC: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+        weight, eps, unit_offset = norm.weight, norm.eps, norm.unit_offset
         if delta_TC is None:
-            return residual_TC, kernels.rms_norm(residual_TC, weight, eps)
-        normed_TC, summed_TC = kernels.add_rms_norm(delta_TC, residual_TC, weight, eps)
+            return residual_TC, kernels.rms_norm(residual_TC, weight, eps, unit_offset=unit_offset)
+        normed_TC, summed_TC = kernels.add_rms_norm(delta_TC, residual_TC, weight, eps, unit_offset=unit_offset)
         return summed_TC, normed_TC
 
     def gated(self, gate_up_T2F: Tensor, layer: Layer) -> Tensor:
@@ -59,10 +59,7 @@ class PagedAttention:
 
     def _store(self, index: int, layer: Layer, qkv_TXD: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and the layer's keys and values with the new ones among them."""
-        query_norm = key_norm = None
-        eps = 0.0
-        if layer.query_norm is not None and layer.key_norm is not None:
-            (query_norm, eps), (key_norm, _) = norm_parameters(layer.query_norm), norm_parameters(layer.key_norm)
+        query_norm, key_norm = layer.query_norm, layer.key_norm
         keys, values = self._memory.layer(index)
         query_THD = kernels.rope_and_write(
             qkv_TXD.flatten(1),
@@ -74,19 +71,20 @@ class PagedAttention:
             values,
             layer.num_heads,
             layer.num_kv_heads,
-            query_norm,
-            key_norm,
-            eps,
+            None if query_norm is None else query_norm.weight,
+            None if key_norm is None else key_norm.weight,
+            0.0 if query_norm is None else query_norm.eps,
+            query_norm is not None and query_norm.unit_offset,
         )
         return query_THD, keys, values
 
 
 class PagedDecodeAttention(PagedAttention):
-    """One query per row of the batch; rows that are finished read and write nothing."""
+    """One query per row of the batch; rows that are finished read and write nothing. Plans go by their window."""
 
-    def __init__(self, memory: PagedMemory, batch: DecodeBatch, plan: DecodePlan):
+    def __init__(self, memory: PagedMemory, batch: DecodeBatch, plans: Mapping[int, DecodePlan]):
         super().__init__(memory, batch.positions_B, batch.slots_B)
-        self._batch, self._plan = batch, plan
+        self._batch, self._plans = batch, plans
 
     def attend(self, index: int, layer: Layer, qkv_TXD: Tensor, rotation: Rotation) -> Tensor:
         query_BHD, keys, values = self._store(index, layer, qkv_TXD, rotation)
@@ -98,9 +96,16 @@ class PagedDecodeAttention(PagedAttention):
             batch.table_BP,
             batch.visible_B,
             layer.scaling,
-            prefix=batch.prefix,
-            plan=self._plan,
+            window=layer.window,
+            softcap=layer.softcap,
+            prefix=_prefix_seen(batch, layer.window),
+            plan=self._plans[layer.window],
         )
+
+
+def _prefix_seen(batch: DecodeBatch, window: int) -> SharedPrefix | None:
+    """A prompt is read together where every row sees all of it, which a window does not promise."""
+    return None if window else batch.prefix
 
 
 class PagedPrefillAttention(PagedAttention):
@@ -124,7 +129,10 @@ class PagedPrefillAttention(PagedAttention):
     def attend(self, index: int, layer: Layer, qkv_TXD: Tensor, rotation: Rotation) -> Tensor:
         query_THD, keys, values = self._store(index, layer, qkv_TXD, rotation)
         borders = self._starts_N, self._lengths_N, self._borders_N, self._longest
-        return prefill_attention(query_THD, keys, values, self._table_NP, *borders, layer.scaling).flatten(1)
+        places = self._table_NP, *borders
+        return prefill_attention(
+            query_THD, keys, values, *places, layer.scaling, window=layer.window, softcap=layer.softcap
+        ).flatten(1)
 
 
 def _slots(row: Pages, start: int, length: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -140,13 +148,16 @@ class CudaDecoder(Decoder):
     """The decoder with rotations of all positions worked out once."""
 
     def __init__(self, model: PreTrainedModel, max_context: int):
-        super().__init__(model, TritonOperations(model.config.hidden_act), num_rows=0)
+        super().__init__(model, TritonOperations(activation_name(model.config)), num_rows=0)
+        for layer in self._layers:
+            # A window that nothing outgrows is none, and then prompts can be shared.
+            layer.window = layer.window if layer.window < max_context else 0
         places = torch.arange(max_context, device=model.device)
-        cos, sin = self._rotary(torch.zeros(1, device=model.device, dtype=torch.float32), places[None])
-        self._table = Rotation(cos[0].contiguous(), sin[0].contiguous())
+        found = super()._rotations(torch.zeros(1, device=model.device, dtype=torch.float32), places)
+        self._tables = {name: Rotation(r.cos_TD.contiguous(), r.sin_TD.contiguous()) for name, r in found.items()}
 
-    def _rotation(self, like: Tensor, positions_T: Tensor) -> Rotation:
-        return self._table
+    def _rotations(self, like: Tensor, positions_T: Tensor) -> dict[str, Rotation]:
+        return self._tables
 
 
 class CudaExecutor:
@@ -221,8 +232,11 @@ class CudaExecutor:
 
     def _logits(self) -> Tensor:
         batch = self._batch
-        plan = plan_decode(batch.visible_B, self._num_kv_heads, prefix=batch.prefix)
-        attention = PagedDecodeAttention(self.memory, batch, plan)
+        plans = {
+            window: plan_decode(batch.visible_B, self._num_kv_heads, window=window, prefix=_prefix_seen(batch, window))
+            for window in self._decoder.windows
+        }
+        attention = PagedDecodeAttention(self.memory, batch, plans)
         hidden_BC = self._decoder.hidden_states(batch.tokens_B, batch.positions_B, attention)
         return self._decoder.head.logits(hidden_BC)
 
@@ -269,17 +283,17 @@ class CudaExecutor:
 
 
 def _check_model(model: PreTrainedModel) -> None:
-    config = model.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        raise ConfigError(
-            f"rotary embedding of type {rope['rope_type']} depends on the length of a sequence, which the embedded "
-            "engine does not follow on a GPU; use the vLLM engine"
-        )
-    if config.hidden_act not in _ACTIVATIONS:
-        raise ConfigError(
-            f"activation {config.hidden_act} is not one the embedded engine runs on a GPU; use the vLLM engine"
-        )
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    # One set of parameters, or one for each kind of layer.
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if parameters.get("rope_type") in ("dynamic", "longrope"):
+            raise ConfigError(
+                f"rotary embedding of type {parameters['rope_type']} depends on the length of a sequence, which the "
+                "embedded engine does not follow on a GPU; use the vLLM engine"
+            )
+    activation = activation_name(model.config)
+    if activation not in _ACTIVATIONS:
+        raise ConfigError(f"activation {activation} is not one the embedded engine runs on a GPU; use the vLLM engine")
 
 
 def _free_tokens(model: PreTrainedModel, max_context: int, share: float) -> int:

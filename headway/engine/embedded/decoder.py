@@ -3,7 +3,7 @@
 A decode step multiplies a handful of rows by every matrix of the model, so what surrounds the products weighs as much
 as they do. Here queries, keys and values are one product, gate and up another; what lies between products is a set of
 `Operations`: in torch here, in C++ (native.py) and in Triton (cuda.py). The mathematics, and the parameters, are the
-transformers module's; a test compares the two.
+transformers module's; a test compares the two. What families differ in is read off their modules once, by `Layer`.
 
 Shape suffixes: T tokens, X all heads (query, key and value), D head dimension, C hidden size, F feed-forward size,
 E query heads times head dimension.
@@ -18,7 +18,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headway.engine.embedded.live_weights import Head, Matrix
-from headway.models import model_shape, named_weights
+from headway.models import attention_softcap, logit_softcap, model_shape, named_weights
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """An RMS norm; a weight with `unit_offset` is what is added to 1, and is applied before rounding, not after."""
+
+    weight: Tensor
+    eps: float
+    unit_offset: bool
+
+    @staticmethod
+    def of(module: Any) -> "Norm":
+        unit_offset = type(module).__name__.startswith("Gemma")
+        return Norm(module.weight, module.eps if unit_offset else module.variance_epsilon, unit_offset)
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,18 +44,34 @@ class Rotation:
 
 
 class Layer:
-    """One layer's parameters, those with the same input side by side."""
+    """One layer's parameters, those with the same input side by side, and what its family does with them.
+
+    Its queries see the last `window` positions (0 is all) through a soft cap (0 is none). A family that normalises what
+    a branch adds to the residual stream has norms after the branch as well as before it.
+    """
 
     def __init__(self, layer: Any, num_rows: int, config: Any):
-        shape = model_shape(config)
+        shape, family = model_shape(config), config.model_type
         attention, feed_forward = layer.self_attn, layer.mlp
         self.num_heads, self.num_kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.scaling: float = attention.scaling
+        window = config.sliding_window if family == "mistral" else getattr(attention, "sliding_window", None)
+        self.window: int = window or 0
+        self.softcap = attention_softcap(config)
+        self.rotary: str = config.layer_types[attention.layer_idx] if family == "gemma3_text" else ""
         self.activation: nn.Module = feed_forward.act_fn
-        self.before_attention: nn.Module = layer.input_layernorm
-        self.before_feed_forward: nn.Module = layer.post_attention_layernorm
-        self.query_norm: nn.Module | None = getattr(attention, "q_norm", None)
-        self.key_norm: nn.Module | None = getattr(attention, "k_norm", None)
+        self.before_attention = Norm.of(layer.input_layernorm)
+        self.after_attention: Norm | None = None
+        self.after_feed_forward: Norm | None = None
+        if hasattr(layer, "pre_feedforward_layernorm"):
+            self.after_attention = Norm.of(layer.post_attention_layernorm)
+            self.before_feed_forward = Norm.of(layer.pre_feedforward_layernorm)
+            self.after_feed_forward = Norm.of(layer.post_feedforward_layernorm)
+        else:
+            self.before_feed_forward = Norm.of(layer.post_attention_layernorm)
+        has_norms = hasattr(attention, "q_norm")
+        self.query_norm = Norm.of(attention.q_norm) if has_norms else None
+        self.key_norm = Norm.of(attention.k_norm) if has_norms else None
         self.qkv = Matrix([attention.q_proj, attention.k_proj, attention.v_proj], num_rows)
         self.out = Matrix([attention.o_proj], num_rows)
         self.gate_up = Matrix([feed_forward.gate_proj, feed_forward.up_proj], num_rows)
@@ -55,8 +85,8 @@ class Layer:
 class Operations(Protocol):
     """What a layer does between its products."""
 
-    def add_norm(self, residual_TC: Tensor, delta_TC: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        """The residual stream with `delta` added, possibly in place, and that normalised."""
+    def add_norm(self, residual_TC: Tensor, delta_TC: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+        """The residual stream with `delta`, if any, added, possibly in place, and that normalised."""
         ...
 
     def gated(self, gate_up_T2F: Tensor, layer: Layer) -> Tensor:
@@ -74,9 +104,14 @@ class Decoder:
     def __init__(self, model: PreTrainedModel, operations: Operations, num_rows: int):
         decoder: Any = model.model
         self._operations = operations
-        self._embedding, self._rotary, self._last_norm = decoder.embed_tokens, decoder.rotary_emb, decoder.norm
+        # The embedding's module scales what it finds where the family does.
+        self._embedding, self._rotary, self._last_norm = decoder.embed_tokens, decoder.rotary_emb, Norm.of(decoder.norm)
         self._layers = [Layer(layer, num_rows, model.config) for layer in decoder.layers]
-        self.head = Head(named_weights(model)["lm_head.weight"], num_rows)
+        self.head = Head(named_weights(model)["lm_head.weight"], num_rows, logit_softcap(model.config))
+
+    @property
+    def windows(self) -> set[int]:
+        return {layer.window for layer in self._layers}
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -88,19 +123,28 @@ class Decoder:
         """Final hidden states (T, C), before the head; by other operations than the decoder's own, if given."""
         operations, layers = operations or self._operations, self._layers
         residual_TC: Tensor = self._embedding(tokens_T)
-        rotation = self._rotation(residual_TC, positions_T)
+        rotations = self._rotations(residual_TC, positions_T)
         residual_TC, normed_TC = operations.add_norm(residual_TC, None, layers[0].before_attention)
         following = [*(layer.before_attention for layer in layers[1:]), self._last_norm]
         for index, (layer, norm) in enumerate(zip(layers, following, strict=True)):
             qkv_TXD = layer.qkv(normed_TC).view(len(tokens_T), -1, layer.head_dim)
-            attended_TC = layer.out(attention.attend(index, layer, qkv_TXD, rotation))
+            attended_TC = layer.out(attention.attend(index, layer, qkv_TXD, rotations[layer.rotary]))
+            if layer.after_attention is not None:
+                attended_TC = operations.add_norm(attended_TC, None, layer.after_attention)[1]
             residual_TC, normed_TC = operations.add_norm(residual_TC, attended_TC, layer.before_feed_forward)
             forward_TC = layer.down(operations.gated(layer.gate_up(normed_TC), layer))
+            if layer.after_feed_forward is not None:
+                forward_TC = operations.add_norm(forward_TC, None, layer.after_feed_forward)[1]
             residual_TC, normed_TC = operations.add_norm(residual_TC, forward_TC, norm)
         return normed_TC
 
-    def _rotation(self, like: Tensor, positions_T: Tensor) -> Rotation:
-        return Rotation(*(table[0] for table in self._rotary(like, positions_T[None])))
+    def _rotations(self, like: Tensor, positions_T: Tensor) -> dict[str, Rotation]:
+        """By the names layers have for them: one without a name, or one for each kind of layer."""
+        rotations = {}
+        for name in {layer.rotary for layer in self._layers}:
+            cos, sin = self._rotary(like, positions_T[None], *([name] if name else []))
+            rotations[name] = Rotation(cos[0], sin[0])
+        return rotations
 
 
 class RotatingOperations(Operations, Protocol):
@@ -114,7 +158,7 @@ class RotatingOperations(Operations, Protocol):
 class TorchOperations:
     """The reference: plain torch, on any device."""
 
-    def add_norm(self, residual_TC: Tensor, delta_TC: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    def add_norm(self, residual_TC: Tensor, delta_TC: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
         if delta_TC is not None:
             residual_TC += delta_TC
         return residual_TC, _rms_norm(residual_TC, norm)
@@ -136,13 +180,13 @@ class TorchOperations:
         heads.mul_(rotation.cos_TD[:, None]).add_(turned * rotation.sin_TD[:, None])
 
 
-def norm_parameters(norm: nn.Module) -> tuple[Tensor, float]:
-    weight, eps = norm.weight, norm.variance_epsilon
-    assert isinstance(weight, Tensor) and isinstance(eps, float)
-    return weight, eps
+def _rms_norm(states: Tensor, norm: Norm) -> Tensor:
+    """As the families' modules compute it: in fp32, rounded before the weight is applied, or after that once."""
+    normed = F.rms_norm(states.float(), norm.weight.shape, None, norm.eps)
+    if norm.unit_offset:
+        return (normed * (1.0 + norm.weight.float())).to(states.dtype)
+    return normed.to(states.dtype) * norm.weight
 
 
-def _rms_norm(states: Tensor, norm: nn.Module) -> Tensor:
-    """As the families' modules compute it: in fp32, rounded before the weight is applied."""
-    weight, eps = norm_parameters(norm)
-    return F.rms_norm(states.float(), weight.shape, None, eps).to(states.dtype) * weight
+def activation_name(config: Any) -> str:
+    return str(config.hidden_activation if config.model_type in ("gemma2", "gemma3_text") else config.hidden_act)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.engine.embedded.decoder import Layer, RotatingOperations, Rotation
-from headway.models import causal_attention
+from headway.models import capped_attention, causal_attention
 from headway.packing import ModelShape
 
 SMALLEST_ROW = 64
@@ -152,7 +152,18 @@ class _SlabBatch:
     view_LRKSD: Tensor
     rows_R: Tensor
     positions_R: Tensor
-    mask: Tensor
+    _masks: dict[int, Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int) -> Tensor:
+        """What hides keys after a row's query, and those before its window: -inf there, else 0."""
+        if window not in self._masks:
+            positions_R1, keys_S = self.positions_R[:, None], torch.arange(self.view_LRKSD.shape[3])
+            hidden = keys_S[None, :] > positions_R1
+            if window:
+                hidden |= keys_S[None, :] <= positions_R1 - window
+            mask = torch.zeros(hidden.shape, dtype=self.view_LRKSD.dtype).masked_fill_(hidden, float("-inf"))
+            self._masks[window] = mask[:, None, None, :]
+        return self._masks[window]
 
 
 def decode_order(rows: Sequence[Row]) -> list[int]:
@@ -190,23 +201,21 @@ class DecodeAttention:
         # A fixed extent makes a row's arithmetic independent of its neighbours' lengths.
         extent = memory.capacity(first) if fixed_shapes else int(positions_R.max()) + 1
         view = memory.slab_view(first.size_class, first.slab)[:, :, :, :extent]
-        ahead = torch.arange(extent)[None, :] > positions_R[:, None]
-        mask = torch.zeros(ahead.shape, dtype=view.dtype).masked_fill_(ahead, float("-inf"))[:, None, None, :]
         rows_R = torch.tensor([row.index for row in rows[start:stop]])
-        return _SlabBatch(start, stop, view, rows_R, positions_R, mask)
+        return _SlabBatch(start, stop, view, rows_R, positions_R)
 
     def attend(self, index: int, layer: Layer, qkv_TXD: Tensor, rotation: Rotation) -> Tensor:
         self._operations.rotate(qkv_TXD, layer, rotation)
         query_TKGD = qkv_TXD[:, : layer.num_heads].unflatten(1, (layer.num_kv_heads, -1))
         new_T2KD = qkv_TXD[:, layer.num_heads :].unflatten(1, (2, -1))
-        outs = [self._attend_slab(batch, index, query_TKGD, new_T2KD, layer.scaling) for batch in self._batches]
+        outs = [self._attend_slab(batch, index, layer, query_TKGD, new_T2KD) for batch in self._batches]
         num_padding = len(qkv_TXD) - self._batches[-1].stop
         if num_padding:
             outs.append(query_TKGD.new_zeros(num_padding, *query_TKGD.shape[1:]))
         return (torch.cat(outs) if len(outs) > 1 else outs[0]).flatten(1)
 
     @staticmethod
-    def _attend_slab(batch: _SlabBatch, index: int, query_TKGD: Tensor, new_T2KD: Tensor, scaling: float) -> Tensor:
+    def _attend_slab(batch: _SlabBatch, index: int, layer: Layer, query_TKGD: Tensor, new_T2KD: Tensor) -> Tensor:
         stored_2RKSD = batch.view_LRKSD[2 * index : 2 * index + 2]
         stored_2RKSD[:, batch.rows_R, :, batch.positions_R] = new_T2KD[batch.start : batch.stop]
         if len(batch.rows_R) < stored_2RKSD.shape[1]:
@@ -214,7 +223,10 @@ class DecodeAttention:
         # The queries that share a key/value head stand in for a sequence dimension: no head is repeated.
         query = query_TKGD[batch.start : batch.stop]
         keys, values = stored_2RKSD.unbind(0)
-        return F.scaled_dot_product_attention(query, keys, values, attn_mask=batch.mask, scale=scaling)
+        mask = batch.mask(layer.window)
+        if layer.softcap:
+            return capped_attention(query, keys, values, mask == 0, layer.scaling, layer.softcap)
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=layer.scaling)
 
 
 def _same_slab(one: Row, other: Row) -> bool:
@@ -249,6 +261,7 @@ class PrefillAttention:
             stored_2KSD = view_LKSD[2 * index : 2 * index + 2]
             stored_2KSD[:, :, start:stop] = new_T2KD[part].permute(1, 2, 0, 3)
             keys, values = stored_2KSD[:, :, :stop].unbind(0)
-            outs_HTD.append(causal_attention(query_THD[part].transpose(0, 1), keys, values, layer.scaling))
+            query_HTD, how = query_THD[part].transpose(0, 1), (layer.scaling, layer.window, layer.softcap)
+            outs_HTD.append(causal_attention(query_HTD, keys, values, *how))
             offset += length
         return torch.cat(outs_HTD, dim=1).transpose(0, 1).flatten(1)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headway.models import head_logits, named_weights
+from headway.models import cap_logits, head_logits, named_weights
 from headway.types import WeightUpdate
 from headway.weights import ShadowWeights
 
@@ -78,10 +78,11 @@ def _make_views(parameters: Sequence[Tensor], whole: Tensor) -> None:
 
 
 class Head:
-    """Hidden states to fp32 logits; a narrower head is cast once per version rather than at every step."""
+    """Hidden states to fp32 logits, through a soft cap where there is one; a narrower head is cast once per version
+    rather than at every step."""
 
-    def __init__(self, weight: Tensor, num_rows: int):
-        self._parameter, self._num_rows = weight, num_rows
+    def __init__(self, weight: Tensor, num_rows: int, softcap: float):
+        self._parameter, self._num_rows, self._softcap = weight, num_rows, softcap
         self._packed = packable(weight)
         self._live = self._staged = self._prepared(weight)
 
@@ -96,7 +97,9 @@ class Head:
         self._live = self._staged
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
-        return _product(hidden_TC.float(), self._live, None) if self._packed else head_logits(hidden_TC, self._live)
+        if self._packed:
+            return cap_logits(_product(hidden_TC.float(), self._live, None), self._softcap)
+        return cap_logits(head_logits(hidden_TC, self._live), self._softcap)
 
 
 class LiveWeights:

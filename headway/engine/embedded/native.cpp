@@ -55,8 +55,13 @@ inline float exponential(float x) {
     return p * scale;
 }
 
-// As transformers rounds it: normalised in float, cast, then multiplied by the weight.
-template <typename T> inline void normalise(const T *in, const T *weight, float eps, int64_t size, T *out) {
+// tanh(x), which saturates where the exponential does.
+inline float hyperbolic_tangent(float x) { return 1.0f - 2.0f / (1.0f + exponential(2.0f * x)); }
+
+// As transformers rounds it: normalised in float, cast, then multiplied by the weight; or, where the weight is what is
+// added to 1, cast after that.
+template <typename T>
+inline void normalise(const T *in, const T *weight, float eps, bool unit_offset, int64_t size, T *out) {
     float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < size; i++) {
@@ -64,13 +69,20 @@ template <typename T> inline void normalise(const T *in, const T *weight, float 
         sum += value * value;
     }
     const float scale = 1.0f / std::sqrt(sum / float(size) + eps);
+    if (unit_offset) {
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++)
+            out[i] = narrow<T>(widen(in[i]) * scale * (1.0f + widen(weight[i])));
+        return;
+    }
 #pragma omp simd
     for (int64_t i = 0; i < size; i++)
         out[i] = narrow<T>(rounded<T>(widen(in[i]) * scale) * widen(weight[i]));
 }
 
 template <typename T>
-void add_rms_norm(T *residual, const T *delta, const T *weight, T *out, float eps, int64_t rows, int64_t size) {
+void add_rms_norm(T *residual, const T *delta, const T *weight, T *out, float eps, bool unit_offset, int64_t rows,
+                  int64_t size) {
 #pragma omp parallel for if (rows * size > 65536)
     for (int64_t row = 0; row < rows; row++) {
         T *own = residual + row * size;
@@ -80,7 +92,7 @@ void add_rms_norm(T *residual, const T *delta, const T *weight, T *out, float ep
             for (int64_t i = 0; i < size; i++)
                 own[i] = narrow<T>(widen(own[i]) + widen(added[i]));
         }
-        normalise(own, weight, eps, size, out + row * size);
+        normalise(own, weight, eps, unit_offset, size, out + row * size);
     }
 }
 
@@ -97,10 +109,25 @@ template <typename T> void gated_silu(const T *gate_up, T *out, int64_t rows, in
     }
 }
 
+// The gate's activation is x · sigmoid(u), since (1 + tanh(u / 2)) / 2 is sigmoid(u).
+template <typename T> void gated_gelu_tanh(const T *gate_up, T *out, int64_t rows, int64_t size) {
+#pragma omp parallel for if (rows * size > 16384)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *gate = gate_up + 2 * row * size, *up = gate + size;
+        T *own = out + row * size;
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) {
+            const float value = widen(gate[i]);
+            const float u = 1.5957691216f * (value + 0.044715f * value * value * value);
+            own[i] = narrow<T>(rounded<T>(value / (1.0f + exponential(-u))) * widen(up[i]));
+        }
+    }
+}
+
 // Query and key heads: normalised where the family does that, then rotated by position; values stay as they are.
 template <typename T>
-void rotate(T *qkv, const T *cos, const T *sin, const T *query_norm, const T *key_norm, float eps, int64_t rows,
-            int64_t heads, int64_t kv_heads, int64_t dim) {
+void rotate(T *qkv, const T *cos, const T *sin, const T *query_norm, const T *key_norm, float eps, bool unit_offset,
+            int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim) {
     const int64_t half = dim / 2;
 #pragma omp parallel for if (rows * (heads + kv_heads) * dim > 65536)
     for (int64_t row = 0; row < rows; row++) {
@@ -109,7 +136,7 @@ void rotate(T *qkv, const T *cos, const T *sin, const T *query_norm, const T *ke
             T *own = qkv + (row * (heads + 2 * kv_heads) + head) * dim;
             const T *norm = head < heads ? query_norm : key_norm;
             if (norm)
-                normalise(own, norm, eps, dim, own);
+                normalise(own, norm, eps, unit_offset, dim, own);
 #pragma omp simd
             for (int64_t i = 0; i < half; i++) {
                 const float first = widen(own[i]), second = widen(own[i + half]);
@@ -127,8 +154,8 @@ constexpr int64_t MAX_DIM = 256;
 
 // The queries of one key/value head against that head's stored keys and values. `scores` holds group × length.
 template <typename T, int64_t DIM>
-void attend_head(const T *query, const T *keys, const T *values, T *out, float *scores, float scaling, int64_t group,
-                 int64_t length, int64_t any_dim) {
+void attend_head(const T *query, const T *keys, const T *values, T *out, float *scores, float scaling, float softcap,
+                 int64_t group, int64_t length, int64_t any_dim) {
     const int64_t dim = DIM ? DIM : any_dim;
     float scaled[MAX_SHARED][MAX_DIM], sums[MAX_SHARED][MAX_DIM], wide[MAX_DIM];
     for (int64_t g = 0; g < group; g++)
@@ -146,6 +173,11 @@ void attend_head(const T *query, const T *keys, const T *values, T *out, float *
                 sum = std::fma(scaled[g][i], wide[i], sum);
             scores[g * length + s] = sum;
         }
+    }
+    if (softcap > 0.0f) {
+#pragma omp simd
+        for (int64_t s = 0; s < group * length; s++)
+            scores[s] = softcap * hyperbolic_tangent(scores[s] / softcap);
     }
     float total[MAX_SHARED];
     for (int64_t g = 0; g < group; g++) {
@@ -174,12 +206,13 @@ void attend_head(const T *query, const T *keys, const T *values, T *out, float *
             out[g * dim + i] = narrow<T>(sums[g][i] / total[g]);
 }
 
-// One new token for each row: its key and value are stored at `position`, then its queries attend to all up to it.
+// One new token for each row: its key and value are stored at `position`, then its queries attend to all up to it, or
+// to the last `window` of them, through a soft cap if there is one.
 // A row's keys start at memory + starts[row]; its heads lie `head_strides[row]` apart, values `value_offset` further on.
 template <typename T>
 void decode(const T *qkv, T *memory, const int64_t *starts, const int64_t *head_strides, const int64_t *positions,
-            T *out, float *scratch, float scaling, int64_t value_offset, int64_t rows, int64_t heads, int64_t kv_heads,
-            int64_t dim, int64_t longest) {
+            T *out, float *scratch, float scaling, float softcap, int64_t window, int64_t value_offset, int64_t rows,
+            int64_t heads, int64_t kv_heads, int64_t dim, int64_t longest) {
     const int64_t group = heads / kv_heads;
 #pragma omp parallel for schedule(dynamic)
     for (int64_t task = 0; task < rows * kv_heads; task++) {
@@ -188,38 +221,45 @@ void decode(const T *qkv, T *memory, const int64_t *starts, const int64_t *head_
         T *keys = memory + starts[row] + head * head_strides[row], *values = keys + value_offset;
         std::memcpy(keys + positions[row] * dim, own + (heads + head) * dim, dim * sizeof(T));
         std::memcpy(values + positions[row] * dim, own + (heads + kv_heads + head) * dim, dim * sizeof(T));
+        const int64_t first = window > 0 && length > window ? length - window : 0, seen = length - first;
+        keys += first * dim;
+        values += first * dim;
         const T *query = own + head * group * dim;
         T *result = out + (row * heads + head * group) * dim;
         float *scores = scratch + task * group * longest;
         if (dim == 64)
-            attend_head<T, 64>(query, keys, values, result, scores, scaling, group, length, dim);
+            attend_head<T, 64>(query, keys, values, result, scores, scaling, softcap, group, seen, dim);
         else if (dim == 128)
-            attend_head<T, 128>(query, keys, values, result, scores, scaling, group, length, dim);
+            attend_head<T, 128>(query, keys, values, result, scores, scaling, softcap, group, seen, dim);
         else
-            attend_head<T, 0>(query, keys, values, result, scores, scaling, group, length, dim);
+            attend_head<T, 0>(query, keys, values, result, scores, scaling, softcap, group, seen, dim);
     }
 }
 
 } // namespace
 
 #define EXPORT(T, NAME)                                                                                                \
-    extern "C" void add_rms_norm_##NAME(T *residual, const T *delta, const T *weight, T *out, float eps, int64_t rows, \
-                                        int64_t size) {                                                                \
-        add_rms_norm(residual, delta, weight, out, eps, rows, size);                                                   \
+    extern "C" void add_rms_norm_##NAME(T *residual, const T *delta, const T *weight, T *out, float eps,               \
+                                        int64_t unit_offset, int64_t rows, int64_t size) {                             \
+        add_rms_norm(residual, delta, weight, out, eps, unit_offset != 0, rows, size);                                 \
     }                                                                                                                  \
     extern "C" void gated_silu_##NAME(const T *gate_up, T *out, int64_t rows, int64_t size) {                          \
         gated_silu(gate_up, out, rows, size);                                                                          \
     }                                                                                                                  \
+    extern "C" void gated_gelu_tanh_##NAME(const T *gate_up, T *out, int64_t rows, int64_t size) {                     \
+        gated_gelu_tanh(gate_up, out, rows, size);                                                                     \
+    }                                                                                                                  \
     extern "C" void rotate_##NAME(T *qkv, const T *cos, const T *sin, const T *query_norm, const T *key_norm,          \
-                                  float eps, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim) {             \
-        rotate(qkv, cos, sin, query_norm, key_norm, eps, rows, heads, kv_heads, dim);                                  \
+                                  float eps, int64_t unit_offset, int64_t rows, int64_t heads, int64_t kv_heads,       \
+                                  int64_t dim) {                                                                       \
+        rotate(qkv, cos, sin, query_norm, key_norm, eps, unit_offset != 0, rows, heads, kv_heads, dim);                \
     }                                                                                                                  \
     extern "C" void decode_##NAME(const T *qkv, T *memory, const int64_t *starts, const int64_t *head_strides,         \
-                                  const int64_t *positions, T *out, float *scratch, float scaling,                     \
-                                  int64_t value_offset, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim,    \
-                                  int64_t longest) {                                                                   \
-        decode(qkv, memory, starts, head_strides, positions, out, scratch, scaling, value_offset, rows, heads,         \
-               kv_heads, dim, longest);                                                                                \
+                                  const int64_t *positions, T *out, float *scratch, float scaling, float softcap,      \
+                                  int64_t window, int64_t value_offset, int64_t rows, int64_t heads,                   \
+                                  int64_t kv_heads, int64_t dim, int64_t longest) {                                    \
+        decode(qkv, memory, starts, head_strides, positions, out, scratch, scaling, softcap, window, value_offset,     \
+               rows, heads, kv_heads, dim, longest);                                                                   \
     }
 
 EXPORT(float, float32)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from headway.engine.embedded.decoder import Layer, Rotation, norm_parameters
+from headway.engine.embedded.decoder import Layer, Norm, Rotation
 from headway.engine.embedded.kv import KvMemory, Row
 
 _SOURCE = Path(__file__).with_name("native.cpp")
@@ -37,6 +37,7 @@ _COMPILE_DEADLINE_S = 120
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MAX_SHARED, MAX_DIM = 16, 256
 """What native.cpp holds on its stack: query heads per key/value head, and the head dimension."""
+_GATED = {"silu": "gated_silu", "gelu_pytorch_tanh": "gated_gelu_tanh"}
 
 
 def compiler() -> str | None:
@@ -88,54 +89,60 @@ def _compile(cxx: str, path: Path) -> bool:
 
 def _declare(loaded: ctypes.CDLL, dtype: str) -> None:
     """Arguments as the C++ functions take them: pointers, floats, 64-bit integers."""
-    shapes = {"add_rms_norm": "ppppfii", "gated_silu": "ppii", "rotate": "pppppfiiii", "decode": "pppppppfiiiiii"}
+    shapes = {
+        "add_rms_norm": "ppppfiii",
+        "gated_silu": "ppii",
+        "gated_gelu_tanh": "ppii",
+        "rotate": "pppppfiiiii",
+        "decode": "pppppppffiiiiiii",
+    }
     kinds = {"p": ctypes.c_void_p, "f": ctypes.c_float, "i": ctypes.c_int64}
     for name, shape in shapes.items():
         function = getattr(loaded, f"{name}_{dtype}")
         function.argtypes, function.restype = [kinds[letter] for letter in shape], None
 
 
-def supports(memory: KvMemory) -> bool:
+def supports(memory: KvMemory, activation: str) -> bool:
+    """Whether the library has all of a model's operations; if not, all of them are torch's."""
     shape = memory.shape
-    fits = shape.num_heads // shape.num_kv_heads <= MAX_SHARED and shape.head_dim <= MAX_DIM
+    fits = shape.num_heads // shape.num_kv_heads <= MAX_SHARED and shape.head_dim <= MAX_DIM and activation in _GATED
     return fits and memory.dtype in _DTYPES and memory.device.type == "cpu" and library() is not None
 
 
 class NativeOperations:
     """The decoder's `Operations` through the compiled library. Tensors are contiguous and of one type."""
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, dtype: torch.dtype, activation: str):
         loaded = library()
         assert loaded is not None
         name = _DTYPES[dtype]
         self._add_rms_norm = getattr(loaded, f"add_rms_norm_{name}")
-        self._gated_silu = getattr(loaded, f"gated_silu_{name}")
+        self._gated = getattr(loaded, f"{_GATED[activation]}_{name}")
         self._rotate = getattr(loaded, f"rotate_{name}")
 
-    def add_norm(self, residual_TC: Tensor, delta_TC: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        weight, eps = norm_parameters(norm)
+    def add_norm(self, residual_TC: Tensor, delta_TC: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(residual_TC)
         delta = None if delta_TC is None else delta_TC.data_ptr()
-        rows, size = residual_TC.shape
-        self._add_rms_norm(residual_TC.data_ptr(), delta, weight.data_ptr(), out.data_ptr(), eps, rows, size)
+        places = residual_TC.data_ptr(), delta, norm.weight.data_ptr(), out.data_ptr()
+        self._add_rms_norm(*places, norm.eps, norm.unit_offset, *residual_TC.shape)
         return residual_TC, out
 
     def gated(self, gate_up_T2F: Tensor, layer: Layer) -> Tensor:
         rows, size = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
         out = gate_up_T2F.new_empty(rows, size)
-        self._gated_silu(gate_up_T2F.data_ptr(), out.data_ptr(), rows, size)
+        self._gated(gate_up_T2F.data_ptr(), out.data_ptr(), rows, size)
         return out
 
     def rotate(self, qkv_TXD: Tensor, layer: Layer, rotation: Rotation) -> None:
         query_norm = key_norm = None
-        eps = 0.0
+        eps, unit_offset = 0.0, False
         if layer.query_norm is not None and layer.key_norm is not None:
-            (query, eps), (key, _) = norm_parameters(layer.query_norm), norm_parameters(layer.key_norm)
-            query_norm, key_norm = query.data_ptr(), key.data_ptr()
+            query_norm, key_norm = layer.query_norm.weight.data_ptr(), layer.key_norm.weight.data_ptr()
+            eps, unit_offset = layer.query_norm.eps, layer.query_norm.unit_offset
         rows, _, dim = qkv_TXD.shape
         heads = layer.num_heads, layer.num_kv_heads
         cos, sin = rotation.cos_TD.data_ptr(), rotation.sin_TD.data_ptr()
-        self._rotate(qkv_TXD.data_ptr(), cos, sin, query_norm, key_norm, eps, rows, *heads, dim)
+        self._rotate(qkv_TXD.data_ptr(), cos, sin, query_norm, key_norm, eps, unit_offset, rows, *heads, dim)
 
 
 class NativeDecodeAttention:
@@ -164,6 +171,8 @@ class NativeDecodeAttention:
             out_TE.data_ptr(),
             self._scratch.data_ptr(),
             layer.scaling,
+            layer.softcap,
+            layer.window,
             self._memory.layer_elements,
             num_rows,
             layer.num_heads,
