@@ -143,7 +143,8 @@ def test_compiled_blocks_train_as_blocks_do_and_are_compiled_once_for_all_layers
         one, other = (each.train_batch(batch).metrics for each in (plain, compiled))
         assert one["loss"] == pytest.approx(other["loss"], abs=2e-2)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=5e-2)
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    # One for training; some versions of torch make a second when a size first changes. More would be one a length.
+    assert counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"]
     rows = (np.arange(3, 40, dtype=np.int32),)
     np.testing.assert_allclose(
         plain.score_sequences(rows, 0.7).logprobs[0], compiled.score_sequences(rows, 0.7).logprobs[0], atol=5e-2
