@@ -95,6 +95,22 @@ def serve_arm(load: Callable[[], tuple[Message, Callable[[Message], Message]]]) 
         print(json.dumps(handle(json.loads(line))), file=answers, flush=True)
 
 
+def vllm_logprobs(llm: Any, prompts: list[list[int]], lengths: list[int]) -> list[list[float]]:
+    """What vLLM samples for each prompt, to exactly its length: the log-prob of every token."""
+    from vllm import SamplingParams
+
+    sampling = [
+        SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False)
+        for length in lengths
+    ]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    completions = [output.outputs[0] for output in outputs]
+    return [
+        [step[token].logprob for token, step in zip(completion.token_ids, completion.logprobs, strict=True)]
+        for completion in completions
+    ]
+
+
 def spread(values: Iterable[float]) -> dict[str, float]:
     """Best is the largest: what the arm does when nobody disturbs it."""
     ordered = sorted(values)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from common import RESULTS_DIR, Arm, Message, Record, available_cores, serve_arm, spread, versions
+from common import RESULTS_DIR, Arm, Message, Record, available_cores, serve_arm, spread, versions, vllm_logprobs
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -156,7 +156,7 @@ def transformers_batch(model: Any, prompts: Prompts, lengths: list[int]) -> list
 
 
 def load_vllm(spec: Message) -> tuple[Message, Generate]:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     settings = {
         "dtype": spec["dtype"],
@@ -169,16 +169,7 @@ def load_vllm(spec: Message) -> tuple[Message, Generate]:
     llm = LLM(model=spec["model"], **settings)
 
     def generate(prompts: Prompts, lengths: list[int], variant: Message) -> list[list[float]]:
-        sampling = [
-            SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False)
-            for length in lengths
-        ]
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-        completions = [output.outputs[0] for output in outputs]
-        return [
-            [step[token].logprob for token, step in zip(completion.token_ids, completion.logprobs, strict=True)]
-            for completion in completions
-        ]
+        return vllm_logprobs(llm, prompts, lengths)
 
     return settings, generate
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from common import RESULTS_DIR, Arm, Message, Record, serve_arm, spread, versions
+from common import RESULTS_DIR, Arm, Message, Record, serve_arm, spread, versions, vllm_logprobs
 from shapes import SHAPES, LongTailed, model_directory, vocabulary_of
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def load_headway(spec: Message) -> tuple[Message, Generate]:
 
 
 def load_vllm(spec: Message) -> tuple[Message, Generate]:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     settings = {
         "dtype": spec["dtype"],
@@ -91,16 +91,7 @@ def load_vllm(spec: Message) -> tuple[Message, Generate]:
     llm = LLM(model=spec["model"], **settings)
 
     def generate(prompts: Prompts, lengths: list[int]) -> list[list[float]]:
-        sampling = [
-            SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False)
-            for length in lengths
-        ]
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-        completions = [output.outputs[0] for output in outputs]
-        return [
-            [step[token].logprob for token, step in zip(completion.token_ids, completion.logprobs, strict=True)]
-            for completion in completions
-        ]
+        return vllm_logprobs(llm, prompts, lengths)
 
     return settings, generate
 
