@@ -9,9 +9,11 @@ Invariant that lives here:
  15. Nothing hangs: every answer of an arm has a deadline; what exceeds it fails with the name of the arm.
 """
 
+import asyncio
 import contextlib
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -93,6 +95,35 @@ def serve_arm(load: Callable[[], tuple[Message, Callable[[Message], Message]]]) 
     print(json.dumps(ready), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(handle(json.loads(line))), file=answers, flush=True)
+
+
+def headway_logprobs(engine: Any) -> Callable[[list[list[int]], list[int]], list[list[float]]]:
+    """An open embedded engine, asked for completions of given lengths: the log-prob of every token."""
+    import numpy as np
+
+    from headway.types import Completion, Request, RequestKey, Sampling
+
+    runner, calls = asyncio.Runner(), itertools.count()
+    runner.run(engine.open())
+
+    async def complete(request: Request) -> list[float]:
+        async for item in engine.generate(request):
+            if isinstance(item, Completion):
+                return list(item.logprobs.tolist())
+        raise AssertionError(f"request {request.key} ended without a completion")
+
+    async def complete_all(requests: list[Request]) -> list[list[float]]:
+        return await asyncio.gather(*map(complete, requests))
+
+    def generate(prompts: list[list[int]], lengths: list[int]) -> list[list[float]]:
+        call = next(calls)
+        requests = [
+            Request(RequestKey(group, 0, call), np.array(prompt, np.int32), Sampling(max_tokens=length), seed=0)
+            for group, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+        ]
+        return runner.run(complete_all(requests))
+
+    return generate
 
 
 def vllm_logprobs(llm: Any, prompts: list[list[int]], lengths: list[int]) -> list[list[float]]:

@@ -8,7 +8,6 @@ workload. Every arm gets its fastest known settings, and best is compared with b
 """
 
 import argparse
-import asyncio
 import contextlib
 import ctypes.util
 import functools
@@ -22,7 +21,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from common import RESULTS_DIR, Arm, Message, Record, available_cores, serve_arm, spread, versions, vllm_logprobs
+from common import (
+    RESULTS_DIR,
+    Arm,
+    Message,
+    Record,
+    available_cores,
+    headway_logprobs,
+    serve_arm,
+    spread,
+    versions,
+    vllm_logprobs,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,7 +74,6 @@ def prompts_of(repetition: int, vocabulary: int) -> Prompts:
 def load_headway(spec: Message) -> tuple[Message, Generate]:
     from headway.config import EngineSection
     from headway.engine.embedded import EmbeddedEngine
-    from headway.types import Completion, Request, RequestKey, Sampling
 
     settings = {
         "max_num_seqs": NUM_REQUESTS,
@@ -72,27 +81,11 @@ def load_headway(spec: Message) -> tuple[Message, Generate]:
         "kv_tokens": NUM_REQUESTS * MAX_CONTEXT,
         "threads": spec["threads"],
     }
-    runner = asyncio.Runner()
     engine = EmbeddedEngine(spec["model"], spec["dtype"], EngineSection(**settings), False)
-    runner.run(engine.open())
-    calls = iter(range(1 << 30))
-
-    async def complete(request: Request) -> list[float]:
-        async for item in engine.generate(request):
-            if isinstance(item, Completion):
-                return [float(logprob) for logprob in item.logprobs]
-        raise AssertionError(f"request {request.key} ended without a completion")
-
-    async def complete_all(requests: list[Request]) -> list[list[float]]:
-        return await asyncio.gather(*map(complete, requests))
+    ask = headway_logprobs(engine)
 
     def generate(prompts: Prompts, lengths: list[int], variant: Message) -> list[list[float]]:
-        call = next(calls)
-        requests = [
-            Request(RequestKey(group, 0, call), np.array(prompt, np.int32), Sampling(max_tokens=length), seed=0)
-            for group, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-        ]
-        return runner.run(complete_all(requests))
+        return ask(prompts, lengths)
 
     return settings, generate
 

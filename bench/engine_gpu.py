@@ -7,10 +7,8 @@ once at the copy bandwidth, or doing its matrix work at the measured peak if tha
 """
 
 import argparse
-import asyncio
 import contextlib
 import functools
-import itertools
 import json
 import math
 import os
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from common import RESULTS_DIR, Arm, Message, Record, serve_arm, spread, versions, vllm_logprobs
+from common import RESULTS_DIR, Arm, Message, Record, headway_logprobs, serve_arm, spread, versions, vllm_logprobs
 from shapes import SHAPES, LongTailed, model_directory, vocabulary_of
 
 if TYPE_CHECKING:
@@ -39,7 +37,6 @@ PACKAGES = ("torch", "transformers", "triton", "vllm")
 def load_headway(spec: Message) -> tuple[Message, Generate]:
     from headway.config import EngineSection
     from headway.engine.embedded import EmbeddedEngine
-    from headway.types import Completion, Request, RequestKey, Sampling
 
     settings = {
         "device": "cuda",
@@ -49,29 +46,8 @@ def load_headway(spec: Message) -> tuple[Message, Generate]:
         "prefill_chunk": 16384,
         "chunk_tokens": 4096,
     }
-    runner = asyncio.Runner()
     engine = EmbeddedEngine(spec["model"], spec["dtype"], EngineSection(**settings), False)
-    runner.run(engine.open())
-    calls = itertools.count()
-
-    async def complete(request: Request) -> list[float]:
-        async for item in engine.generate(request):
-            if isinstance(item, Completion):
-                return list(item.logprobs.tolist())
-        raise AssertionError(f"request {request.key} ended without a completion")
-
-    async def complete_all(requests: list[Request]) -> list[list[float]]:
-        return await asyncio.gather(*map(complete, requests))
-
-    def generate(prompts: Prompts, lengths: list[int]) -> list[list[float]]:
-        call = next(calls)
-        requests = [
-            Request(RequestKey(group, 0, call), np.array(prompt, np.int32), Sampling(max_tokens=length), seed=0)
-            for group, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-        ]
-        return runner.run(complete_all(requests))
-
-    return settings, generate
+    return settings, headway_logprobs(engine)
 
 
 def load_vllm(spec: Message) -> tuple[Message, Generate]:

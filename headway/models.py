@@ -1,9 +1,8 @@
 """Any supported transformers causal LM, with our attention and our fused log-probs.
 
-One model definition serves training and generation: its attention layers call the `headway` function registered here,
-which hands queries, keys and values to whatever `Attention` the caller passed in: `PackedAttention` for training,
-the engine's key/value memory for prefill and decode. One definition on both sides is what makes log-prob parity a
-fact rather than a hope.
+The trainer runs the transformers module itself: its attention layers call the `headway` function registered here, which
+hands queries, keys and values to the `PackedAttention` of the micro-batch. The engine runs the module's parameters by a
+forward pass of its own (engine/embedded/decoder.py), held to this one by tests and by a probe after every swap.
 
 On a GPU, packed attention is one flash-attention call over all sequences, logprob_kernels.py turns logits into
 log-probs and gradients, and the decoder's blocks can be compiled: one compiled block serves every layer and length.
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -64,35 +63,15 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-class Attention(Protocol):
-    def attend(
-        self,
-        layer: int,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        scaling: float,
-        window: int,
-        softcap: float,
-    ) -> Tensor:
-        """Attention output, shaped like the query.
-
-        A query sees the last `window` positions, its own among them; 0 is all. Scores go through
-        softcap · tanh(score ÷ softcap); 0 leaves them as they are.
-        """
-        ...
-
-
 def _headway_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """The function transformers' attention layers call; tensors come as (1, heads, T, D)."""
-    attention: Attention = kwargs["attention"]
-    # A compiled block that looked at its own number would be compiled anew for every layer.
-    layer = 0 if isinstance(attention, PackedAttention) else cast(int, module.layer_idx)
+    attention: PackedAttention = kwargs["attention"]
+    # Not asked: which layer this is. A block that looked at its own number would be compiled anew for every layer.
     window, softcap = kwargs.get("sliding_window") or 0, kwargs.get("softcap") or 0.0
     operands = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    out_THD = attention.attend(layer, *operands, scaling, window, softcap)
+    out_THD = attention.attend(*operands, scaling, window, softcap)
     return out_THD.unsqueeze(0), None
 
 
@@ -118,7 +97,6 @@ class PackedAttention:
 
     def attend(
         self,
-        layer: int,
         query_THD: Tensor,
         key_TKD: Tensor,
         value_TKD: Tensor,
@@ -126,6 +104,11 @@ class PackedAttention:
         window: int = 0,
         softcap: float = 0.0,
     ) -> Tensor:
+        """Attention output, shaped like the query.
+
+        A query sees the last `window` positions, its own among them; 0 is all. Scores go through
+        softcap · tanh(score ÷ softcap); 0 leaves them as they are.
+        """
         if self.borders_N is not None and query_THD.dtype != torch.float32 and not softcap:
             borders_N, longest = self.borders_N, self.longest
             operands = (query_THD, key_TKD, value_TKD, borders_N, borders_N, longest, longest)
@@ -173,7 +156,7 @@ def capped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     return (weights @ value.float()).to(query.dtype)
 
 
-def hidden_states(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, attention: Attention) -> Tensor:
+def hidden_states(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, attention: PackedAttention) -> Tensor:
     """Final hidden states (T, C) of the decoder, before the head."""
     decoder = cast(nn.Module, model.model)
     out = decoder(

@@ -1,7 +1,8 @@
 """Publish and fetch named tensors under a version, with fingerprints.
 
 A publisher writes an update into one of two shared-memory buffers; a receiver copies it beside its live weights and
-exchanges the two between decode steps. Tied tensors lie in the buffer once and are named twice.
+exchanges the two between decode steps. Tied tensors lie in the buffer once and are named twice. Between GPUs of one
+machine the bytes need not pass through the host: device_weights.py has that publisher.
 
 Invariant that lives here:
  11. Weight sync is proved at every load by fingerprint: each tensor's checksum is taken over its bytes as published,

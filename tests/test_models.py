@@ -3,9 +3,7 @@
 Invariant 12: the gradient does not depend on packing, nor on the rank count.
 """
 
-import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch._dynamo.utils import counters
@@ -26,7 +23,6 @@ from training import distance, gradients_of, plain_model, reference_logprobs
 
 from headway import models
 from headway.config import InitSection
-from headway.errors import ConfigError
 from headway.models import (
     Masters,
     PackedAttention,
@@ -34,14 +30,10 @@ from headway.models import (
     build_model,
     causal_attention,
     compile_blocks,
-    find_device,
     full_tensor,
     hidden_states,
     linear_logprobs,
-    load_config,
     load_model,
-    model_shape,
-    named_weights,
     shard,
     wrap,
 )
@@ -169,6 +161,19 @@ def test_bf16_operands_give_fp32_logits() -> None:
     torch.testing.assert_close(found.double(), exact_TV.gather(-1, targets_T[:, None])[:, 0], rtol=2e-6, atol=1e-5)
 
 
+def test_head_logits_are_asked_for_in_chunks(monkeypatch: pytest.MonkeyPatch, tiny_model: str) -> None:
+    sizes: list[int] = []
+    exact = models.head_logits
+
+    def counting(hidden_TC: Tensor, weight_VC: Tensor) -> Tensor:
+        sizes.append(len(hidden_TC))
+        return exact(hidden_TC, weight_VC)
+
+    monkeypatch.setattr(models, "head_logits", counting)
+    policy_logprobs(Policy(load_model(tiny_model), 7), draw_rows([20, 32]), 1.0)[0].sum().backward()
+    assert sizes == [7] * 7 + [1] + [7] * 7 + [1]
+
+
 # Attention
 
 
@@ -262,7 +267,7 @@ def test_the_last_queries_of_a_longer_past_see_their_window_of_keys_before_them(
     last = causal_attention(query[:, 7:], key, value, 0.3, window, softcap)
     torch.testing.assert_close(last, expected[:, 7:], rtol=0, atol=1e-6)
     operands = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-    packed = PackedAttention([10]).attend(0, *operands, 0.3, window, softcap)
+    packed = PackedAttention([10]).attend(*operands, 0.3, window, softcap)
     torch.testing.assert_close(packed.transpose(0, 1), expected, rtol=0, atol=1e-6)
 
 
@@ -277,8 +282,8 @@ def test_windows_and_soft_caps_on_a_gpu_are_those_of_the_cpu(window: int, softca
     fast = [tensor.to(CUDA).requires_grad_() for tensor in inputs]
     exact = [tensor.float().requires_grad_() for tensor in inputs]
     scaling = head_dim**-0.5
-    found = PackedAttention(lengths, CUDA).attend(0, fast[0], fast[1], fast[2], scaling, window, softcap)
-    expected = PackedAttention(lengths).attend(0, exact[0], exact[1], exact[2], scaling, window, softcap)
+    found = PackedAttention(lengths, CUDA).attend(fast[0], fast[1], fast[2], scaling, window, softcap)
+    expected = PackedAttention(lengths).attend(exact[0], exact[1], exact[2], scaling, window, softcap)
     found.float().mul(upstream.to(CUDA)).sum().backward()
     expected.mul(upstream).sum().backward()
     assert (found.detach().cpu().float() - expected.detach()).norm() < 1e-2 * expected.detach().norm()
@@ -290,7 +295,7 @@ def test_windows_and_soft_caps_on_a_gpu_are_those_of_the_cpu(window: int, softca
 class Straight(PackedAttention):
     """What packed attention is to a compiler, without its loop over sequences."""
 
-    def attend(self, layer: int, query_THD: Tensor, *others: Any) -> Tensor:
+    def attend(self, query_THD: Tensor, *others: Any) -> Tensor:
         _, _, scaling, window, softcap = others
         return query_THD * scaling * self.longest + window + softcap
 
@@ -357,13 +362,6 @@ def test_masters_collect_the_gradients_of_cast_weights_in_fp32_and_refresh_them(
 def test_masters_are_the_parameters_themselves_where_nothing_is_cast(tiny_model: str) -> None:
     policy = Policy(load_model(tiny_model), 16)
     assert shard(policy, torch.float32).named == dict(policy.named_parameters())
-
-
-def test_a_gpu_that_is_not_there_is_one_sentence() -> None:
-    wanted = f"cuda:{torch.cuda.device_count()}"
-    said = refused(lambda: find_device("trainer.device", wanted, torch.float32))
-    assert said.startswith(f"trainer.device = {wanted} asks for a GPU that is not there")
-    assert find_device("trainer.device", "cpu", torch.bfloat16) == torch.device("cpu")
 
 
 # FSDP2
@@ -455,117 +453,3 @@ def test_invariant_12_two_ranks_with_half_the_sequences_each_have_the_gradient_o
     parts = [draw_rows([20, 9], seed=rank) for rank in range(2)]
     expected = summed_gradients(Policy(load_model(tiny_model), 16).train(), parts, 54)
     assert distance(torch.load(tmp_path / "gradients"), expected) < 2e-6
-
-
-# Loading
-
-
-@pytest.fixture
-def copied(tiny_model: str, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
-
-
-def refused(load: Callable[[], object]) -> str:
-    with pytest.raises(ConfigError) as error:
-        load()
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-def test_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
-    said = refused(lambda: load_config(str(tmp_path)))
-    assert said == f"{tmp_path} is not a model directory: it has no config.json"
-
-
-def test_a_damaged_config_is_one_sentence(copied: Path) -> None:
-    (copied / "config.json").write_text("{")
-    assert refused(lambda: load_model(str(copied))).startswith(f"model {copied} cannot be read: ")
-
-
-def test_a_family_the_engine_cannot_run_is_refused_by_name(copied: Path) -> None:
-    (copied / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
-    said = refused(lambda: load_config(str(copied)))
-    assert said == (
-        f"{copied} is a mixtral model, which the embedded engine does not run; "
-        "use one of the families llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, or a vLLM engine"
-    )
-
-
-@pytest.mark.parametrize(
-    ("family", "changed", "what"),
-    [
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, "qwen2's sliding-window attention"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "attention to what follows a token"),
-        ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, "layers of chunked_attention"),
-    ],
-)
-def test_attention_the_engine_cannot_run_is_refused_by_name(
-    tiny_variant: Variant, tmp_path: Path, family: str, changed: dict[str, Any], what: str
-) -> None:
-    directory = Path(shutil.copytree(tiny_variant(family), tmp_path / "model"))
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | changed))
-    said = refused(lambda: load_config(str(directory)))
-    assert said == f"{directory} has {what}, which the embedded engine does not run; use a vLLM engine"
-
-
-def test_a_model_without_weights_is_one_sentence(copied: Path) -> None:
-    (copied / "model.safetensors").unlink()
-    assert refused(lambda: load_model(str(copied))).startswith(f"the weights of {copied} cannot be loaded: ")
-
-
-def test_a_half_copied_weight_file_is_one_sentence(copied: Path) -> None:
-    os.truncate(copied / "model.safetensors", 5000)
-    assert refused(lambda: load_model(str(copied))).startswith(f"the weights of {copied} cannot be loaded: ")
-
-
-def test_a_tensor_missing_from_the_weights_is_named_rather_than_drawn_at_random(copied: Path) -> None:
-    tensors = load_file(copied / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
-    said = refused(lambda: load_model(str(copied)))
-    assert said == (
-        f"the weights of {copied} are incomplete: model.layers.1.mlp.up_proj.weight is missing; fetch the model again"
-    )
-
-
-def test_a_tensor_of_another_shape_is_refused(copied: Path) -> None:
-    tensors = load_file(copied / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"][:8].contiguous()
-    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
-    assert refused(lambda: load_model(str(copied))).startswith(f"the weights of {copied} cannot be loaded: ")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_published_names_are_those_save_pretrained_writes_and_the_head(tiny_variant: Variant, family: str) -> None:
-    path = tiny_variant(family)
-    written = load_file(Path(path) / "model.safetensors")
-    named = named_weights(load_model(path))
-    assert named.keys() == written.keys() | {"lm_head.weight"}
-    assert all(torch.equal(named[name].detach(), tensor) for name, tensor in written.items())
-    assert (named["lm_head.weight"] is named["model.embed_tokens.weight"]) == ("lm_head.weight" not in written)
-
-
-def test_a_built_model_depends_on_its_seed_alone_and_leaves_the_random_state_alone() -> None:
-    init = InitSection(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=48)
-    before = torch.get_rng_state()
-    one, same, other = (build_model(init, 20, 0, 1, 64, seed=seed) for seed in (3, 3, 4))
-    assert torch.equal(before, torch.get_rng_state())
-    weights = [named_weights(model) for model in (one, same, other)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert not torch.equal(weights[0]["lm_head.weight"], weights[2]["lm_head.weight"])
-    shape = model_shape(one.config)
-    assert (shape.hidden_size, shape.num_layers, shape.num_kv_heads, shape.head_dim) == (32, 1, 1, 16)
-
-
-def test_head_logits_are_asked_for_in_chunks(monkeypatch: pytest.MonkeyPatch, tiny_model: str) -> None:
-    sizes: list[int] = []
-    exact = models.head_logits
-
-    def counting(hidden_TC: Tensor, weight_VC: Tensor) -> Tensor:
-        sizes.append(len(hidden_TC))
-        return exact(hidden_TC, weight_VC)
-
-    monkeypatch.setattr(models, "head_logits", counting)
-    policy_logprobs(Policy(load_model(tiny_model), 7), draw_rows([20, 32]), 1.0)[0].sum().backward()
-    assert sizes == [7] * 7 + [1] + [7] * 7 + [1]

@@ -97,10 +97,10 @@ def test_flash_attention_over_packed_sequences_is_attention_over_each_of_them(
     ]
     upstream = torch.randn(inputs[0].shape, generator=generator)
     fast = [tensor.to(CUDA).requires_grad_() for tensor in inputs]
-    found = PackedAttention(lengths, CUDA).attend(0, fast[0], fast[1], fast[2], 0.11)
+    found = PackedAttention(lengths, CUDA).attend(fast[0], fast[1], fast[2], 0.11)
     found.float().mul(upstream.to(CUDA)).sum().backward()
     exact = [tensor.detach().float().requires_grad_() for tensor in inputs]
-    expected = PackedAttention(lengths).attend(0, exact[0], exact[1], exact[2], 0.11)
+    expected = PackedAttention(lengths).attend(exact[0], exact[1], exact[2], 0.11)
     expected.mul(upstream).sum().backward()
     assert relative(found.detach(), expected.detach()) < 1e-2
     for one, other in zip(fast, exact, strict=True):

@@ -96,7 +96,8 @@ void add_rms_norm(T *residual, const T *delta, const T *weight, T *out, float ep
     }
 }
 
-template <typename T> void gated_silu(const T *gate_up, T *out, int64_t rows, int64_t size) {
+// Both activations are x · sigmoid(u): u is x itself for SiLU, and (1 + tanh(u / 2)) / 2 is sigmoid(u) for GELU.
+template <typename T, bool GELU> void gated(const T *gate_up, T *out, int64_t rows, int64_t size) {
 #pragma omp parallel for if (rows * size > 16384)
     for (int64_t row = 0; row < rows; row++) {
         const T *gate = gate_up + 2 * row * size, *up = gate + size;
@@ -104,21 +105,7 @@ template <typename T> void gated_silu(const T *gate_up, T *out, int64_t rows, in
 #pragma omp simd
         for (int64_t i = 0; i < size; i++) {
             const float value = widen(gate[i]);
-            own[i] = narrow<T>(rounded<T>(value / (1.0f + exponential(-value))) * widen(up[i]));
-        }
-    }
-}
-
-// The gate's activation is x · sigmoid(u), since (1 + tanh(u / 2)) / 2 is sigmoid(u).
-template <typename T> void gated_gelu_tanh(const T *gate_up, T *out, int64_t rows, int64_t size) {
-#pragma omp parallel for if (rows * size > 16384)
-    for (int64_t row = 0; row < rows; row++) {
-        const T *gate = gate_up + 2 * row * size, *up = gate + size;
-        T *own = out + row * size;
-#pragma omp simd
-        for (int64_t i = 0; i < size; i++) {
-            const float value = widen(gate[i]);
-            const float u = 1.5957691216f * (value + 0.044715f * value * value * value);
+            const float u = GELU ? 1.5957691216f * (value + 0.044715f * value * value * value) : value;
             own[i] = narrow<T>(rounded<T>(value / (1.0f + exponential(-u))) * widen(up[i]));
         }
     }
@@ -244,10 +231,10 @@ void decode(const T *qkv, T *memory, const int64_t *starts, const int64_t *head_
         add_rms_norm(residual, delta, weight, out, eps, unit_offset != 0, rows, size);                                 \
     }                                                                                                                  \
     extern "C" void gated_silu_##NAME(const T *gate_up, T *out, int64_t rows, int64_t size) {                          \
-        gated_silu(gate_up, out, rows, size);                                                                          \
+        gated<T, false>(gate_up, out, rows, size);                                                                     \
     }                                                                                                                  \
     extern "C" void gated_gelu_tanh_##NAME(const T *gate_up, T *out, int64_t rows, int64_t size) {                     \
-        gated_gelu_tanh(gate_up, out, rows, size);                                                                     \
+        gated<T, true>(gate_up, out, rows, size);                                                                      \
     }                                                                                                                  \
     extern "C" void rotate_##NAME(T *qkv, const T *cos, const T *sin, const T *query_norm, const T *key_norm,          \
                                   float eps, int64_t unit_offset, int64_t rows, int64_t heads, int64_t kv_heads,       \
