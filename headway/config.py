@@ -136,7 +136,7 @@ class TrainerSection(Section):
     adam_eps: float = Field(1e-5, gt=0, description="AdamW ε")
     clip_norm: float = Field(1.0, gt=0, description="largest gradient norm")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
-    compile: bool = Field(True, description="compile the model's blocks on a GPU: faster, after half a minute")
+    compile: bool = Field(True, description="compile the model's blocks on a GPU: faster, after a slow first step")
     logprob_chunk: int = Field(2048, ge=1, description="tokens whose logits exist at one time")
     threads: int = Field(2, ge=1, description="CPU threads of the trainer")
     max_skipped: int = Field(3, ge=1, description="non-finite steps in a row that end the run")

@@ -193,7 +193,7 @@ class CudaExecutor:
     # Decode
 
     def num_steps(self, num_rows: int) -> int:
-        """A look costs the host some 15 µs a row, and its rarity a finished row some idle steps: a few percent each."""
+        """A look costs the host time for every row, its rarity a finished row idle steps: many rows, few looks."""
         return min(_MAX_STEPS, max(8, num_rows // 32))
 
     def decode(self, ready: Sequence[Live], num_steps: int) -> list[tuple[Ints, Floats]]:
