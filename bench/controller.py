@@ -141,7 +141,7 @@ async def start_workers(runtime: "Runtime", config: "Config") -> "Workers":
 
 async def measure(spec: Message, directory: Path) -> Message:
     """One run of the loop with `concurrent` groups in flight; what it cost this process."""
-    from headway import launch
+    from headway import fleet, launch
     from headway.buffer import Buffer
     from headway.controller import Controller, Progress, Tasks
     from headway.ledger import Ledger
@@ -164,7 +164,7 @@ async def measure(spec: Message, directory: Path) -> Message:
     flight = Flight(spec["concurrent"])
     for listener in (ledger.on_event, view.on_event, metrics.on_event, flight.on_event):
         log.subscribe(listener)
-    async with launch.open_runtime(config, directory) as runtime:
+    async with fleet.open_runtime(config, directory) as runtime:
         workers = await start_workers(runtime, config)
         engine = workers.engines["engine"]
         controller = Controller(config, workers, tasks, progress, log, directory, view)

@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import signal
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headway.config import Config
-from headway.engine import Engine
 from headway.errors import ConfigError, RunFailed
 from headway.events import Event, read
+from headway.fleet import open_runtime, start_all, start_generation, start_trainer
 from headway.ledger import Ledger, RunState, fold, ledger
 from headway.metrics import Metrics
 from headway.prompts import PromptStream, load_prompts
 from headway.record import EVENTS_NAME, RunLog
 from headway.report import Summary, write_report
-from headway.runtime import InlineRuntime, LocalRuntime, Runtime, with_deadline
 from headway.staleness import StalenessControl, resolve_window
 from headway.tokenizer import load_tokenizer
 from headway.types import Admission, Batch, Group, Ints, Prompt, Sampling, StepReport
@@ -38,13 +37,9 @@ from headway.view import View
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from headway.controller import Tasks, Workers
+    from headway.controller import Tasks
     from headway.evaluate import Evaluation
-    from headway.rollout import RolloutWorker
-    from headway.trainer import Trainer
 
-_KV_SHARE, _SHARED_KV_SHARE = 0.8, 0.3
-"""The part of a GPU's free memory that keys and values take when not told: without the trainer there, and with it."""
 _PROBE_TOKENS = 48
 
 
@@ -173,120 +168,6 @@ def probe(prompts: list[Prompt], longest: int = _PROBE_TOKENS) -> tuple[Ints, ..
     return usable or (np.repeat(tokens[:1], 2),)
 
 
-# Starting workers
-
-
-@asynccontextmanager
-async def open_runtime(config: Config, directory: Path) -> AsyncIterator[Runtime]:
-    """The configured runtime; every worker is ended when it is left, however it is left."""
-    runtime: Runtime
-    if config.run.runtime == "inline":
-        import torch
-
-        torch.set_num_threads(max(config.engine.threads, config.trainer.threads))
-        runtime = InlineRuntime()
-    else:
-        runtime = LocalRuntime(directory / "logs", config.run.deadline_s)
-    try:
-        yield runtime
-    finally:
-        await runtime.close()
-
-
-async def start_generation(runtime: Runtime, config: Config) -> "tuple[dict[str, Engine], list[RolloutWorker]]":
-    """The engines by name, all started at the same time, and the rollout workers that ask them."""
-    placement = config.engine.placement
-    started = await _together(*(_start_engine(runtime, config, *placed) for placed in placement.items()))
-    engines: dict[str, Engine] = dict(zip(placement, started, strict=True))
-    return engines, await _start_rollout(runtime, config, engines)
-
-
-async def _start_engine(runtime: Runtime, config: Config, name: str, device: str) -> Engine:
-    from headway.engine.embedded import EmbeddedEngine
-    from headway.engine.fake import FakeEngine
-
-    if config.engine.kind == "fake":
-        return await runtime.start(name, FakeEngine)
-    return await runtime.start(
-        name,
-        EmbeddedEngine,
-        config.model.path,
-        config.model.dtype,
-        config.engine.model_copy(update={"device": device, "count": 1}),
-        config.run.deterministic,
-        _kv_share(config, device),
-        threads=config.engine.threads,
-    )
-
-
-def _kv_share(config: Config, device: str) -> float:
-    """The engines of one GPU divide among them what one alone would take there."""
-
-    def is_here(other: str) -> bool:
-        return {"cuda": "cuda:0"}.get(other, other) == {"cuda": "cuda:0"}.get(device, device)
-
-    share = _SHARED_KV_SHARE if is_here(config.trainer.device) else _KV_SHARE
-    return share / sum(map(is_here, config.engine.placement.values()))
-
-
-async def start_trainer(runtime: Runtime, config: Config, worst_staleness: int | None) -> "Trainer":
-    from headway.trainer import Trainer
-
-    gpus_only = "cpu" not in (config.trainer.device, *config.engine.placement.values())
-    return await runtime.start(
-        "trainer",
-        Trainer,
-        config.model,
-        config.trainer,
-        config.algorithm,
-        worst_staleness,
-        gpus_only and config.engine.kind == "embedded",
-        threads=config.trainer.threads,
-    )
-
-
-async def _start_rollout(runtime: Runtime, config: Config, engines: dict[str, Engine]) -> "list[RolloutWorker]":
-    from headway.reward import RewardPool
-    from headway.rollout import RolloutWorker
-
-    pool: RewardPool = await runtime.start("reward", RewardPool, config.task.verifier, config.reward)
-    started = (
-        runtime.start(
-            f"rollout-{number}",
-            RolloutWorker,
-            engines,
-            pool,
-            config.model.path,
-            config.rollout.workflow,
-            config.run.seed,
-        )
-        for number in range(config.rollout.workers)
-    )
-    # Its own calls, to the engines and the reward pool, must expire first, so that whoever is silent is named.
-    return [with_deadline(worker, 2 * config.run.deadline_s) for worker in await _together(*started)]
-
-
-async def _start_all(runtime: Runtime, prepared: Prepared) -> "Workers":
-    from headway.controller import Workers
-
-    config, worst = prepared.config, prepared.staleness().worst_staleness
-    generation, training = start_generation(runtime, config), start_trainer(runtime, config, worst)
-    (engines, rollout), trainer = await _together(generation, training)
-    return Workers(engines, trainer, rollout, runtime.failure)
-
-
-async def _together(*starts: Awaitable[Any]) -> list[Any]:
-    """All results; when one fails, the others are ended first, so that no worker starts after the end of the run."""
-    tasks = [asyncio.ensure_future(start) for start in starts]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-
-
 # Training
 
 
@@ -335,7 +216,7 @@ async def _run_to_the_end(
     try:
         async with open_runtime(prepared.config, directory) as runtime, _stoppable():
             with view.phase("starting workers"):
-                workers = await _start_all(runtime, prepared)
+                workers = await start_all(runtime, prepared.config, prepared.staleness().worst_staleness)
             progress = await progress_from(prepared, log, state, history, workers.trainer, directory, view)
             await Controller(prepared.config, workers, _tasks(prepared), progress, log, directory, view).run()
         tokens.status = "finished"

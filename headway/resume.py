@@ -16,7 +16,8 @@ from headway.config import Config
 from headway.controller import Progress
 from headway.errors import HeadwayError, InvariantBroken
 from headway.events import Event, read
-from headway.launch import Prepared, open_runtime, start_trainer
+from headway.fleet import open_runtime, start_trainer
+from headway.launch import Prepared
 from headway.ledger import RunState, fold, ledger
 from headway.record import EVENTS_NAME, RECORD_NAME, Record, RunLog, ShardRef
 from headway.staleness import StalenessControl

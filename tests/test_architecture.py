@@ -41,18 +41,19 @@ LAYERS: list[tuple[str, str]] = [
     ("the worker that calls engine and pool", "rollout"),
     ("measuring through the workers", "evaluate"),
     ("the controller", "controller"),
+    ("starting workers", "fleet"),
     ("starting, stopping, going on", "launch resume plan"),
     ("the command line", "cli"),
 ]
 
 SAME_LAYER = {
     ("launch", "resume"),  # launching a run goes on from its record
-    ("resume", "launch"),  # going on and replaying start a trainer
+    ("resume", "launch"),  # going on starts from what was prepared
     ("plan", "launch"),  # a plan is a launch that stops after preparing
 }
 
 WORKERS = ("engine", "engine.embedded", "engine.fake", "trainer", "rollout", "reward", "reward_child", "sft")
-BOSSES = ("controller", "launch", "resume", "plan", "cli")
+BOSSES = ("controller", "fleet", "launch", "resume", "plan", "cli")
 
 NEVER_TORCH = """
     errors codec types config staleness packing advantages runtime references verifiers workflows events record history
@@ -63,7 +64,7 @@ NEVER_TORCH = """
 TOO_LONG: dict[str, str] = {}
 """Exceptions to the ceilings: "path" or "path:function" to the reason. None so far."""
 
-FILE_LINES, FUNCTION_LINES, NUM_KNOBS = 500, 80, 80
+FILE_LINES, FUNCTION_LINES, NUM_KNOBS = 500, 80, 100
 
 INVARIANTS = {
     1: "One admission authority",

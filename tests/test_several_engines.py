@@ -26,7 +26,7 @@ from system import (
     write_config,
 )
 
-from headway import codec, launch
+from headway import codec, fleet
 from headway.config import Config, EngineSection, load
 from headway.engine import Engine
 from headway.engine.embedded import EmbeddedEngine
@@ -256,7 +256,7 @@ def test_engines_of_one_gpu_divide_its_memory(
     section = {"device": devices, "count": len(shares)}
     runtime = Starting()
     config = make_config(tmp_path, tiny_model, engine=section, trainer={"device": trainer})
-    asyncio.run(launch.start_generation(cast(Runtime, runtime), config))
+    asyncio.run(fleet.start_generation(cast(Runtime, runtime), config))
     engines = engines_of(runtime)
     assert list(engines) == [f"engine-{number}" for number in range(len(shares))]
     assert [args[-1] for args in engines.values()] == pytest.approx(shares)
@@ -282,7 +282,7 @@ def test_weights_go_from_gpu_to_gpu_only_where_every_engine_is_on_one(
     runtime = Starting()
     engine = {"device": devices, "count": 2}
     config = make_config(tmp_path, tiny_model, engine=engine, trainer={"device": trainer})
-    asyncio.run(launch.start_trainer(cast(Runtime, runtime), config, 0))
+    asyncio.run(fleet.start_trainer(cast(Runtime, runtime), config, 0))
     assert runtime.started["trainer"][1][-1] is on_device
 
 
