@@ -97,20 +97,6 @@ class RequestKey:
 
 
 @noun
-class Request:
-    key: RequestKey
-    tokens: Ints
-    sampling: Sampling
-    seed: int
-    urgent: bool = False  # goes ahead of those that wait; for small things that must not queue behind a whole batch
-
-    def __post_init__(self) -> None:
-        _check_dtypes("Request", np.int32, tokens=self.tokens)
-        if len(self.tokens) == 0:
-            raise ValueError(f"request {self.key} has no prompt tokens")
-
-
-@noun
 class Chunk:
     """Tokens sampled since the last chunk of the same request."""
 
@@ -120,6 +106,21 @@ class Chunk:
 
     def __post_init__(self) -> None:
         _check_lengths("Chunk", tokens=self.tokens, logprobs=self.logprobs, versions=self.versions)
+
+
+@noun
+class Request:
+    key: RequestKey
+    tokens: Ints
+    sampling: Sampling
+    seed: int
+    urgent: bool = False  # goes ahead of those that wait; for small things that must not queue behind a whole batch
+    sampled: Chunk | None = None  # what another engine sampled of this completion before it was lost
+
+    def __post_init__(self) -> None:
+        _check_dtypes("Request", np.int32, tokens=self.tokens)
+        if len(self.tokens) == 0:
+            raise ValueError(f"request {self.key} has no prompt tokens")
 
 
 @noun
