@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NOISE = 1e-3
 
 
-def make_core(options: argparse.Namespace, model: Path) -> "EngineCore":
+def make_core(options: argparse.Namespace, model: Path, kv_tokens: int = 0) -> "EngineCore":
     import torch
 
     from headway.config import EngineSection
@@ -37,7 +37,7 @@ def make_core(options: argparse.Namespace, model: Path) -> "EngineCore":
         device=options.device,
         max_num_seqs=options.requests,
         max_context=context,
-        kv_tokens=2 * options.requests * context,
+        kv_tokens=kv_tokens or 2 * options.requests * context,
         prefill_chunk=16384 if options.device == "cuda" else 512,
     )
     module: Any = load_model(str(model), getattr(torch, options.dtype))

@@ -18,7 +18,15 @@ pytest.importorskip("triton")
 
 from headway.engine.embedded import sampler  # noqa: E402
 from headway.engine.embedded.decode_plan import SharedPrefix, plan_decode  # noqa: E402
-from headway.engine.embedded.kernels import add_rms_norm, gated_activation, rms_norm, rope_and_write, sample  # noqa: E402
+from headway.engine.embedded.kernels import (  # noqa: E402
+    add_rms_norm,
+    begin_step,
+    end_step,
+    gated_activation,
+    rms_norm,
+    rope_and_write,
+    sample,
+)
 from headway.engine.embedded.paged_attention import decode_attention, prefill_attention  # noqa: E402
 from headway.types import Sampling  # noqa: E402
 
@@ -53,7 +61,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def ints(values: list[int] | np.ndarray, dtype: torch.dtype = torch.int32) -> Tensor:
-    return torch.as_tensor(np.asarray(values), device=DEVICE).to(dtype)
+    return torch.tensor(np.asarray(values), device=DEVICE).to(dtype)
 
 
 def assert_rounded_alike(actual: Tensor, expected: Tensor, atol: float = 2e-6, differing: float = 0.01) -> None:
@@ -463,3 +471,46 @@ def test_a_captured_graph_follows_lengths_that_change_on_the_device() -> None:
         cache.keys = [own[:length] for own, length in zip(keys, shorter, strict=True)]
         cache.values = [own[:length] for own, length in zip(values, shorter, strict=True)]
         assert_close(out, reference_decode(cache, q, 0.125))
+
+
+# The bookkeeping of a step
+
+
+def test_a_step_begins_at_each_rows_last_token_and_finished_rows_write_nowhere() -> None:
+    lengths, alive = ints([1, 16, 17, 40, 0]), ints([1, 1, 1, 0, 0])
+    table = ints(np.arange(5 * 4).reshape(5, 4))
+    positions, slots, step = (ints([7] * size, torch.int64) for size in (5, 5, 1))
+    visible = ints([7] * 5)
+    begin_step(lengths, alive, table, positions, slots, visible, step, 16)
+    assert positions.tolist() == [0, 15, 16, 39, 0]
+    assert slots.tolist() == [0, 4 * 16 + 15, 9 * 16, -1, -1]
+    assert visible.tolist() == [1, 16, 17, 0, 0]
+    assert step.tolist() == [8]
+
+
+@pytest.mark.parametrize("num_rows", [5, 300])
+def test_a_step_ends_rows_at_their_stop_tokens_and_limits(num_rows: int) -> None:
+    draws = np.random.default_rng(num_rows)
+    sampled, logprobs = draws.integers(0, 6, num_rows), draws.normal(size=num_rows).astype(np.float32)
+    stops = np.where(draws.integers(0, 2, (num_rows, 8)) > 0, draws.integers(0, 30, (num_rows, 8)), -1)
+    lengths, alive = draws.integers(1, 9, num_rows), draws.integers(0, 2, num_rows)
+    limits, before = lengths + draws.integers(1, 4, num_rows), draws.integers(0, 9, num_rows)
+    tensors = {
+        "tokens": ints(before, torch.int64),
+        "draws": ints(before, torch.int64),
+        "lengths": ints(lengths),
+        "alive": ints(alive),
+        "all_sampled": torch.full((4, num_rows + 3), -1, device=DEVICE),
+        "all_logprobs": torch.zeros(4, num_rows + 3, device=DEVICE),
+    }
+    step = ints([3], torch.int64)
+    given = ints(sampled, torch.int64), torch.as_tensor(logprobs, device=DEVICE), ints(stops, torch.int64), ints(limits)
+    end_step(*given, step, *tensors.values())
+    ends = np.array([token in row for token, row in zip(sampled, stops, strict=True)]) | (lengths + alive >= limits)
+    assert tensors["tokens"].tolist() == sampled.tolist()
+    assert tensors["draws"].tolist() == (before + alive).tolist()
+    assert tensors["lengths"].tolist() == (lengths + alive).tolist()
+    assert tensors["alive"].tolist() == (alive * ~ends).tolist()
+    assert tensors["all_sampled"][2, :num_rows].tolist() == sampled.tolist()
+    assert tensors["all_sampled"][[0, 1, 3]].unique().tolist() == [-1]
+    assert tensors["all_logprobs"][2, :num_rows].tolist() == logprobs.tolist()

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.engine.embedded import kernels
 from headway.engine.embedded.decode_plan import SharedPrefix
 from headway.engine.embedded.live import Live
 from headway.engine.embedded.paged_kv import PAGE
@@ -57,7 +58,6 @@ class DecodeBatch:
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._sampled = torch.zeros(num_steps, size, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(num_steps, size, dtype=torch.float32, device=device)
-        self._columns = torch.arange(size, device=device)
 
     # What a step reads
 
@@ -140,27 +140,32 @@ class DecodeBatch:
 
     def begin_step(self) -> None:
         """Where each row's last token goes, and what it sees."""
-        lengths_B, alive_B = self._rows("lengths"), self._rows("alive")
-        positions_B = (lengths_B - 1).clamp(min=0).long()  # rows of padding have no tokens
-        pages_B = self.table_BP.gather(1, (positions_B // PAGE)[:, None]).squeeze(1)
-        slots_B = pages_B.long() * PAGE + positions_B % PAGE
-        self.positions_B.copy_(positions_B)
-        self.slots_B.copy_(torch.where(alive_B > 0, slots_B, -1))
-        self.visible_B.copy_(lengths_B * alive_B)
+        kernels.begin_step(
+            self._rows("lengths"),
+            self._rows("alive"),
+            self.table_BP,
+            self.positions_B,
+            self.slots_B,
+            self.visible_B,
+            self._step,
+            PAGE,
+        )
 
     def end_step(self, sampled_B: Tensor, logprobs_B: Tensor) -> None:
         """Take the sampled tokens; rows that reached a stop token or their limit sample no more."""
-        lengths_B, alive_B = self._rows("lengths"), self._rows("alive")
-        columns = self._columns[: self.num_rows]
-        step = self._step.expand(self.num_rows)
-        self._sampled.index_put_((step, columns), sampled_B)
-        self._logprobs.index_put_((step, columns), logprobs_B)
-        self._step += 1
-        self.tokens_B.copy_(sampled_B)
-        self.draws_B.add_(alive_B)
-        lengths_B.add_(alive_B)
-        stopped_B = (sampled_B[:, None] == self._rows("stop_tokens")).any(1)
-        alive_B.mul_(~stopped_B & (lengths_B < self._rows("limits")))
+        kernels.end_step(
+            sampled_B,
+            logprobs_B,
+            self._rows("stop_tokens"),
+            self._rows("limits"),
+            self._step,
+            self.tokens_B,
+            self.draws_B,
+            self._rows("lengths"),
+            self._rows("alive"),
+            self._sampled,
+            self._logprobs,
+        )
 
     def keep(self, step: Callable[[], None]) -> None:
         """Run a step and forget that it ran."""

@@ -314,10 +314,11 @@ class EngineCore:
     def _stop_reason(self, live: Live, num_before: int) -> StopReason | None:
         """Why the sequence ends with the tokens it was given, if it does; what lies beyond a stop is cut off."""
         sampling = live.request.sampling
-        for place in range(num_before, live.num_tokens) if sampling.stop_tokens or sampling.stop_strings else ():
-            if live.tokens[place] in sampling.stop_tokens or self._ends_with_stop_string(live, place + 1):
-                live.num_tokens = place + 1
-                return StopReason.STOP
+        if sampling.stop_tokens or sampling.stop_strings:
+            for place, token in enumerate(live.tokens[num_before : live.num_tokens].tolist(), start=num_before):
+                if token in sampling.stop_tokens or self._ends_with_stop_string(live, place + 1):
+                    live.num_tokens = place + 1
+                    return StopReason.STOP
         if live.num_tokens - live.num_prompt >= sampling.max_tokens:
             return StopReason.LENGTH
         return StopReason.CONTEXT if live.num_tokens >= self.max_context else None

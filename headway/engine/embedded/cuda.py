@@ -194,7 +194,7 @@ class CudaExecutor:
 
     def num_steps(self, num_rows: int) -> int:
         """A look costs the host time for every row, its rarity a finished row idle steps: many rows, few looks."""
-        return min(_MAX_STEPS, max(8, num_rows // 32))
+        return min(_MAX_STEPS, max(16, num_rows // 32))
 
     def decode(self, ready: Sequence[Live], num_steps: int) -> list[tuple[Ints, Floats]]:
         with torch.cuda.stream(self._stream):

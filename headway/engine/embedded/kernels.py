@@ -1,4 +1,5 @@
-"""Triton kernels between the matrix products of a forward pass: norms, rope and cache write, activations, sampling.
+"""Triton kernels between the matrix products of a forward pass: norms, rope and cache write, activations,
+sampling, and the bookkeeping of a decode step.
 
 All of them move bytes and little else, so each reads its input once and keeps what lies between in registers.
 Arithmetic is in fp32, and every intermediate that eager torch would have rounded to the model's dtype is rounded here
@@ -6,7 +7,7 @@ too: the trainer computes the same tokens' log-probs with those roundings, and l
 Launchers neither wait for the device nor look at its data, so all can be captured in a CUDA graph.
 
 Shape suffixes: T tokens, C hidden size, F intermediate size, H query heads, K key/value heads, D head dimension,
-P positions, B rows, V vocabulary.
+P positions (or pages of a row), B rows, V vocabulary, E stop tokens, S steps.
 """
 
 from typing import Literal
@@ -21,6 +22,7 @@ _HEADS_PER_PROGRAM = 16
 _DRAW_BLOCK = 256
 """Tokens whose weights are summed together; the CPU sampler cuts the vocabulary the same way."""
 _DRAW_BLOCKS_PER_PROGRAM = 16
+_ROW_BLOCK = 128
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -365,3 +367,109 @@ def sample(
             num_warps=4,
         )
     return tokens_B, logprobs_B
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _begin_kernel(
+    lengths_ptr, alive_ptr, table_ptr, positions_ptr, slots_ptr, visible_ptr, step_ptr, table_stride, num_rows,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = row < num_rows
+    length = tl.load(lengths_ptr + row, mask=real, other=0)
+    alive = tl.load(alive_ptr + row, mask=real, other=0)
+    position = tl.maximum(length - 1, 0)  # rows of padding have no tokens
+    page = tl.load(table_ptr + row.to(tl.int64) * table_stride + position // PAGE, mask=real, other=0)
+    slot = page.to(tl.int64) * PAGE + position % PAGE
+    tl.store(positions_ptr + row, position.to(tl.int64), mask=real)
+    tl.store(slots_ptr + row, tl.where(alive > 0, slot, -1), mask=real)
+    tl.store(visible_ptr + row, length * alive, mask=real)
+    if tl.program_id(0) == 0:
+        tl.store(step_ptr, tl.load(step_ptr) + 1)
+
+
+def begin_step(
+    lengths_B: Tensor,
+    alive_B: Tensor,
+    table_BP: Tensor,
+    positions_B: Tensor,
+    slots_B: Tensor,
+    visible_B: Tensor,
+    step: Tensor,
+    page: int,
+) -> None:
+    """Where each row's last token goes (nowhere once it is finished) and how many tokens it sees; counts the step."""
+    num_rows = len(lengths_B)
+    _begin_kernel[(triton.cdiv(num_rows, _ROW_BLOCK),)](
+        lengths_B,
+        alive_B,
+        table_BP,
+        positions_B,
+        slots_B,
+        visible_B,
+        step,
+        table_BP.stride(0),
+        num_rows,
+        page,
+        _ROW_BLOCK,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _end_kernel(
+    sampled_ptr, logprobs_ptr, stop_tokens_ptr, limits_ptr, step_ptr, tokens_ptr, draws_ptr, lengths_ptr, alive_ptr,
+    all_sampled_ptr, all_logprobs_ptr, step_stride, num_rows,
+    NUM_STOPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = row < num_rows
+    token = tl.load(sampled_ptr + row, mask=real, other=0)
+    alive = tl.load(alive_ptr + row, mask=real, other=0)
+    length = tl.load(lengths_ptr + row, mask=real, other=0) + alive
+    draws = tl.load(draws_ptr + row, mask=real, other=0) + alive
+    place = (tl.load(step_ptr) - 1) * step_stride + row
+    tl.store(all_sampled_ptr + place, token, mask=real)
+    tl.store(all_logprobs_ptr + place, tl.load(logprobs_ptr + row, mask=real, other=0.0), mask=real)
+    stop = tl.arange(0, NUM_STOPS)
+    stops = tl.load(stop_tokens_ptr + row[:, None] * NUM_STOPS + stop[None, :], mask=real[:, None], other=-1)
+    stopped = tl.max((stops == token[:, None]).to(tl.int32), 1)
+    going = (length < tl.load(limits_ptr + row, mask=real, other=0)).to(tl.int32)
+    tl.store(tokens_ptr + row, token, mask=real)
+    tl.store(draws_ptr + row, draws, mask=real)
+    tl.store(lengths_ptr + row, length, mask=real)
+    tl.store(alive_ptr + row, alive * going * (1 - stopped), mask=real)
+
+
+def end_step(
+    sampled_B: Tensor,
+    logprobs_B: Tensor,
+    stop_tokens_BE: Tensor,
+    limits_B: Tensor,
+    step: Tensor,
+    tokens_B: Tensor,
+    draws_B: Tensor,
+    lengths_B: Tensor,
+    alive_B: Tensor,
+    all_sampled_SB: Tensor,
+    all_logprobs_SB: Tensor,
+) -> None:
+    """Take the sampled tokens; rows that reached a stop token or their limit sample no more."""
+    num_rows, num_stops = stop_tokens_BE.shape
+    assert stop_tokens_BE.is_contiguous() and all_sampled_SB.stride() == all_logprobs_SB.stride()
+    _end_kernel[(triton.cdiv(num_rows, _ROW_BLOCK),)](
+        sampled_B,
+        logprobs_B,
+        stop_tokens_BE,
+        limits_B,
+        step,
+        tokens_B,
+        draws_B,
+        lengths_B,
+        alive_B,
+        all_sampled_SB,
+        all_logprobs_SB,
+        all_sampled_SB.stride(0),
+        num_rows,
+        num_stops,
+        _ROW_BLOCK,
+    )
