@@ -1,215 +1,447 @@
 """Asynchronous against synchronous training with engine and trainer on one GPU, over forced long-tailed lengths.
 
-Every arm is `headway train` of one config: the same model of random weights, the same prompts, lengths and seeds; arms
-differ in the bound η. Effective tokens a second are those of the trained completions over the time from the end of one
-training step to the end of the last, so that starting, compiling and the first fill are left out, for all. At η = 0
-generation and training take turns on the whole GPU.
+Every arm is the same controller over the same engine, trainer and rollout processes, which are started once and warmed
+up; arms differ in the size of a batch, in the bound η, in what becomes of running sequences at a swap, and in how long
+completions are; for one kind of lengths all arms have the same prompts and lengths in the same order. Effective tokens
+a second are those of trained completions over the time from the end of one training step to the end of the last; the
+first steps, in which the pipeline fills, are left out. At η = 0 generation and training take turns on the whole GPU.
+
+The ceiling is that of an ideal schedule without overlap: the time to generate a batch at the speed the engine has alone
+with as many sequences as η allows, plus the time to train it at the speed the trainer has alone.
 """
 
 import argparse
+import asyncio
 import itertools
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from common import RESULTS_DIR, Message, Record, versions
 from long_tail import write_rows
-from shapes import SHAPES, LongTailed, model_directory
+from shapes import SHAPES, LongTailed, model_directory, trained_groups, vocabulary_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from headway.config import Config
+    from headway.controller import Workers
+    from headway.launch import Prepared
+    from headway.types import Prompt
+
 PROMPT_LENGTH = 128
+SIZES = ("64x16", "32x16", "16x16", "16x8")
 POLICIES = ("keep", "recompute", "drain")
+STEP_DEADLINE_S = 300.0
 
 
-def config_text(sections: dict[str, dict[str, Any]]) -> str:
-    """A config file; JSON's numbers, strings, booleans and lists are TOML's."""
-    parts = []
-    for section, values in sections.items():
-        parts += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items()), ""]
-    return "\n".join(parts)
+@dataclass(frozen=True)
+class Plan:
+    """One arm, written as `16x8,eta=4,kv=keep,mean=2048,spread=1.0,longest=16384,steps=6,skip=3`."""
+
+    groups: int
+    group_size: int
+    eta: int = 4
+    kv: str = "keep"
+    mean: float = 2048
+    spread: float = 1.0
+    longest: int = 16384
+    steps: int = 0  # measured ones; 0 leaves it to η
+    skip: int = -1  # first ones that are not; -1 leaves it to η
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        size, *settings = text.split(",")
+        groups, group_size = map(int, size.split("x"))
+        plan = cls(groups, group_size)
+        for setting in settings:
+            name, value = setting.split("=")
+            plan = replace(plan, **{name: type(getattr(plan, name))(value)})
+        if plan.kv not in POLICIES:
+            raise ValueError(f"{text}: kv is one of {', '.join(POLICIES)}")
+        return replace(
+            plan,
+            steps=plan.steps or (2 if plan.eta == 0 else 5),
+            skip=plan.skip if plan.skip >= 0 else (1 if plan.eta == 0 else plan.eta + 1),
+        )
+
+    @property
+    def size(self) -> str:
+        return f"{self.groups}×{self.group_size}"
+
+    @property
+    def lengths(self) -> str:
+        """What arms must share to be compared."""
+        return f"{self.mean:g} in the mean, spread {self.spread:g}, {self.longest} at most"
 
 
-def sections_of(
-    options: argparse.Namespace, model: Path, rows: Path, size: tuple[int, int], eta: int
-) -> dict[str, Any]:
-    groups, group_size = size
+WARM_UP = Plan(64, 16, eta=0, mean=300, longest=1024, steps=1, skip=0)
+"""Sequences of all lengths, so that batches of every size decode and their graphs are captured."""
+
+
+def make_config(options: argparse.Namespace, model: Path, rows: Path, plan: Plan) -> "Config":
+    from headway.config import validate
+
     context = -(-(options.longest + PROMPT_LENGTH + 64) // 64) * 64
     here = Path(__file__).resolve().parent
-    concurrent = min(options.max_num_seqs, groups * group_size * (eta + 1))
-    return {
-        "run": {"steps": 100_000, "seed": options.seed},
-        "model": {"path": str(model), "dtype": "bfloat16" if options.device == "cuda" else "float32"},
-        "task": {"train": str(rows), "verifier": f"{here}/long_tail.py:no_score"},
-        "sampling": {"max_tokens": options.longest},
-        "rollout": {"workflow": f"{here}/long_tail.py:ForcedLengths", "group_size": group_size},
-        "engine": {
-            "device": options.device,
-            "max_num_seqs": concurrent,
-            "max_context": context,
-            "kv_tokens": options.kv_tokens,
-            "prefill_chunk": 8192,
-            "chunk_tokens": 4096,
-            "kv_on_swap": options.kv,
-        },
-        "staleness": {"max_staleness": eta, "window": options.window or groups * (eta + 1)},
-        "trainer": {
-            "device": options.device,
-            "batch_groups": groups,
-            "token_budget": max(options.token_budget, context),
-            "minibatches": options.minibatches,
-            "lr": 1e-6,
-        },
-        "checkpoint": {"every": 1000},
-        "metrics": {"tensorboard": False},
-    }
+    return validate(
+        {
+            "run": {"dir": str(rows.parent / "run"), "steps": 10**6, "seed": options.seed},
+            "model": {"path": str(model), "dtype": "bfloat16" if options.device == "cuda" else "float32"},
+            "task": {"train": str(rows), "verifier": f"{here}/long_tail.py:no_score"},
+            "sampling": {"max_tokens": options.longest},
+            "rollout": {"workflow": f"{here}/long_tail.py:ForcedLengths", "group_size": plan.group_size},
+            "engine": {
+                "device": options.device,
+                "max_num_seqs": options.max_num_seqs,
+                "max_context": context,
+                "kv_tokens": options.kv_tokens,
+                "prefill_chunk": 16384,
+                "chunk_tokens": 4096,
+                "kv_on_swap": plan.kv,
+            },
+            "staleness": {"max_staleness": plan.eta, "window": options.window},
+            "trainer": {
+                "device": options.device,
+                "batch_groups": plan.groups,
+                "token_budget": max(options.token_budget, context),
+                "minibatches": options.minibatches,
+                "lr": 1e-6,
+            },
+            "checkpoint": {"every": 10**6},
+            "metrics": {"tensorboard": False},
+        }
+    )
 
 
-def effective(events: list[Message], skipped: int) -> Message:
-    """Tokens trained after the first `skipped` steps over the time they took."""
-    trained = [event for event in events if event["kind"] == "trained"]
-    wall_s = trained[-1]["time"] - trained[skipped - 1]["time"]
-    tokens = sum(event["tokens"] for event in trained[skipped:])
-    steps = len(trained) - skipped
+class Shifted:
+    """A stream of prompts whose first is that of group number `first`: arms begin where the one before ended."""
+
+    def __init__(self, prompts: "list[Prompt]", first: int):
+        self._prompts, self._first = prompts, first
+
+    def __getitem__(self, position: int) -> "Prompt":
+        return self._prompts[(position - self._first) % len(self._prompts)]
+
+
+@dataclass
+class Listener:
+    """The events of an arm, and a wait for its training steps."""
+
+    events: list[Any] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_event(self, event: Any) -> None:
+        self.events.append(event)
+        self.changed.set()
+
+    @property
+    def trained(self) -> list[Any]:
+        return [event for event in self.events if event.kind == "trained"]
+
+    async def steps(self, number: int, run: "asyncio.Task[None]") -> None:
+        while len(self.trained) < number:
+            if run.done():
+                run.result()
+                raise AssertionError("the run ended before it was measured")
+            self.changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), 1)
+            last = self.events[-1].time if self.events else time.time()
+            if time.time() - last > STEP_DEADLINE_S:
+                raise AssertionError(f"no event for {STEP_DEADLINE_S:g} s")
+
+
+class Bench:
+    """The processes all arms share, and where the trainer stands."""
+
+    def __init__(self, options: argparse.Namespace, directory: Path, model: Path, workers: "Workers"):
+        self.options, self.directory, self.model, self.workers = options, directory, model, workers
+        self._alone: dict[tuple[str, int], float] = {}
+
+    async def run(self, plan: Plan, name: str) -> Message:
+        """One arm: a controller from the trainer's version on, ended when it has trained its steps."""
+        from headway.controller import Controller
+        from headway.record import RunLog
+        from headway.view import open_view
+
+        prepared = prepare(self.options, self.directory, self.model, plan)
+        version = await self._next_version(prepared)
+        directory = self.directory / name
+        directory.mkdir(parents=True)
+        log, listener = RunLog(directory), Listener()
+        log.subscribe(listener.on_event)
+        progress, tasks = _progress(prepared, version), _tasks(prepared, version * plan.groups)
+        with open(os.devnull, "w") as nowhere:
+            view = open_view(nowhere)
+            controller = Controller(prepared.config, self.workers, tasks, progress, log, directory, view)
+            started = time.time()
+            run = asyncio.create_task(controller.run())
+            try:
+                await listener.steps(plan.skip + plan.steps, run)
+            finally:
+                run.cancel()
+                await asyncio.gather(run, return_exceptions=True)
+                log.close()
+                view.close()
+        return effective(listener.events, plan, started)
+
+    async def _next_version(self, prepared: "Prepared") -> int:
+        """A small training step, because an engine takes no version that it has: the version it leads to."""
+        from headway.types import Batch
+
+        trainer = self.workers.trainer
+        version = (await trainer.score((prepared.prompts[0].tokens,), 1.0)).version
+        groups = trained_groups([[4, 8]], 16, vocabulary_of(self.model), version=version)
+        report = await trainer.train(Batch(version, tuple(groups)))
+        if report.skipped:
+            raise AssertionError(report.skipped)
+        return report.version
+
+    async def generation_rate(self, plan: Plan) -> float:
+        """Tokens a second of the engine alone, with as many sequences as the bound lets be under way."""
+        num_groups = plan.groups * (plan.eta + 1)
+        key = plan.lengths, min(num_groups * plan.group_size, self.options.max_num_seqs)
+        if key not in self._alone:
+            prepared = prepare(self.options, self.directory, self.model, plan)
+            tasks = [asyncio.create_task(self._generate(prepared, first, num_groups)) for first in range(num_groups)]
+            (engine,) = self.workers.engines.values()
+            await asyncio.sleep(self.options.rate_s)
+            before, started = await engine.stats(), time.perf_counter()
+            await asyncio.sleep(self.options.rate_s)
+            after, seconds = await engine.stats(), time.perf_counter() - started
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._alone[key] = (after.num_generated - before.num_generated) / seconds
+        return self._alone[key]
+
+    async def _generate(self, prepared: "Prepared", first: int, stride: int) -> None:
+        """Group after group, without end and without training."""
+        from headway.types import Admission
+
+        size = prepared.config.rollout.group_size
+        for number in itertools.count(first, stride):
+            prompt = prepared.prompts[number % len(prepared.prompts)]
+            await self.workers.rollout[0].run(Admission(10**6 + number, prompt, size, 0, 0, prepared.sampling))
+
+
+def prepare(options: argparse.Namespace, directory: Path, model: Path, plan: Plan) -> "Prepared":
+    from headway import launch
+
+    rows = directory / f"rows-{plan.groups}x{plan.group_size}-{plan.mean:g}-{plan.spread:g}-{plan.longest}.jsonl"
+    if not rows.exists():
+        lengths = LongTailed(plan.mean, plan.longest, plan.spread, seed=options.seed)
+        write_rows(rows, lengths, options.rows * plan.groups, plan.group_size, PROMPT_LENGTH)
+    return launch.prepare(make_config(options, model, rows, plan))
+
+
+def _progress(prepared: "Prepared", version: int) -> Any:
+    from headway.buffer import Buffer
+    from headway.controller import Progress
+    from headway.staleness import StalenessControl
+
+    fresh = prepared.staleness()
+    num_before = version * fresh.batch_groups
+    control = StalenessControl.restore(
+        fresh.batch_groups,
+        fresh.max_staleness,
+        fresh.window,
+        num_admitted=num_before,
+        trained=set(range(num_before)),
+        dropped=set(),
+    )
+    return Progress(version, control, Buffer(control), [], evaluated_before=True)
+
+
+def _tasks(prepared: "Prepared", first: int) -> Any:
+    from headway import launch
+    from headway.controller import Tasks
+
+    return Tasks(
+        stream=Shifted(prepared.prompts, first),  # type: ignore[arg-type]  # a stream is what has prompts by number
+        held_out=[],
+        probe=launch.probe(prepared.prompts, prepared.longest),
+        sampling=prepared.sampling,
+        eval_sampling=prepared.eval_sampling,
+    )
+
+
+def effective(events: list[Any], plan: Plan, started: float) -> Message:
+    """What was trained after the first steps, and in how much time."""
+    trained = [event for event in events if event.kind == "trained"]
+    begin = trained[plan.skip - 1].time if plan.skip else started
+    kept = trained[plan.skip : plan.skip + plan.steps]
+    wall_s, tokens = kept[-1].time - begin, sum(event["tokens"] for event in kept)
+
+    def mean(name: str) -> float:
+        return float(sum(event[name] for event in kept) / len(kept))
+
     return {
-        "steps": steps,
+        "size": plan.size,
+        "eta": plan.eta,
+        "kv": plan.kv,
+        "lengths": plan.lengths,
+        "steps": len(kept),
+        "skipped": plan.skip,
         "tokens": tokens,
         "wall_s": wall_s,
         "tokens_per_s": tokens / wall_s,
-        "train_s": sum(event["seconds"] for event in trained[skipped:]) / steps,
-        "wait_s": sum(event["wait_s"] for event in trained[skipped:]) / steps,
-        "staleness_mean": sum(event["staleness_mean"] for event in trained[skipped:]) / steps,
-        "staleness_max": max(event["staleness_max"] for event in trained[skipped:]),
-        **engine_figures(events, trained[skipped - 1]["time"], wall_s),
+        "train_s": mean("seconds"),
+        "wait_s": mean("wait_s"),
+        "staleness_mean": mean("staleness_mean"),
+        "staleness_max": max(event["staleness_max"] for event in kept),
+        **engine_figures(events, begin, kept[-1].time),
+        "timeline": timeline(events, begin, kept[-1].time),
     }
 
 
-def engine_figures(events: list[Message], started: float, wall_s: float) -> Message:
+def engine_figures(events: list[Any], begin: float, end: float) -> Message:
     """What the engine did in the measured time: how busy it was, how many sequences ran, how long swaps stopped it."""
-    stats = [event for event in events if event["kind"] == "stats" and event["time"] >= started]
-    swaps = [event for event in events if event["kind"] == "swapped" and event["version"] > 0]
-    pauses = [swap["pause_ms"] for swap in swaps]
-    if len(stats) < 2:
-        raise AssertionError("the measured time is too short to look at the engine twice; train more steps")
-    return {
-        "engine_busy": (stats[-1]["busy_s"] - stats[0]["busy_s"]) / (stats[-1]["time"] - stats[0]["time"]),
-        "running_mean": sum(event["running"] for event in stats) / len(stats),
-        "generated_per_s": (stats[-1]["num_generated"] - stats[0]["num_generated"])
-        / (stats[-1]["time"] - stats[0]["time"]),
-        "preempted": stats[-1]["num_preempted"],
-        "pause_ms": {"mean": sum(pauses) / len(pauses), "max": max(pauses)},
-        "stage_s": sum(swap["stage_s"] for swap in swaps) / len(swaps),
-        "parity_max_abs": max(swap["parity_max_abs"] for swap in swaps),
-    }
+    stats = [event for event in events if event.kind == "stats" and begin <= event.time <= end]
+    swaps = [event for event in events if event.kind == "swapped" and begin <= event.time <= end]
+    found: Message = {}
+    if len(stats) > 1:
+        first, last = stats[0], stats[-1]
+        seconds = last.time - first.time
+        found = {
+            "engine_busy": (last["busy_s"] - first["busy_s"]) / seconds,
+            "running_mean": sum(event["running"] for event in stats) / len(stats),
+            "generated_per_s": (last["num_generated"] - first["num_generated"]) / seconds,
+            "preempted": last["num_preempted"] - first["num_preempted"],
+        }
+    if swaps:
+        pauses = [swap["pause_ms"] for swap in swaps]
+        found["pause_ms"] = {"mean": sum(pauses) / len(pauses), "max": max(pauses)}
+        found["stage_s"] = sum(swap["stage_s"] for swap in swaps) / len(swaps)
+        found["parity_max_abs"] = max(swap["parity_max_abs"] for swap in swaps)
+    return found
 
 
-def train(options: argparse.Namespace, directory: Path, model: Path, size: tuple[int, int], eta: int) -> Message:
-    from headway.errors import RunFailed
-
-    run = directory / f"{size[0]}x{size[1]}-eta{eta}"
-    rows = directory / f"rows-{size[0]}x{size[1]}.jsonl"
-    steps, skipped = options.steps[eta > 0], options.skipped[eta > 0]
-    lengths = LongTailed(options.mean, options.longest, options.spread, seed=options.seed)
-    write_rows(rows, lengths, (max(options.steps) + eta + 2) * size[0], size[1], PROMPT_LENGTH)
-    config = run.with_suffix(".toml")
-    config.write_text(config_text(sections_of(options, model, rows, size, eta)))
-    command = [sys.executable, "-m", "headway.cli", "train", str(config), f"--run.dir={run}"]
-    environment = {
-        **os.environ,
-        "COLUMNS": "200",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-    }
-    log = run.with_suffix(".log")
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        try:
-            events = watch(process, run / "events.jsonl", steps, options.deadline_s)
-        finally:
-            process.kill()
-            process.wait()
-    if not events:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        raise RunFailed(f"η = {eta} ended early: {lines[-1] if lines else 'no output'}; its log is {log}")
-    return {"size": f"{size[0]}×{size[1]}", "eta": eta, **effective(events, skipped)}
+def timeline(events: list[Any], begin: float, end: float) -> Message:
+    """For a picture: the engine's looks (second, running sequences, share of time busy), training and swaps."""
+    stats = [event for event in events if event.kind == "stats" and begin <= event.time <= end]
+    looks = [
+        (round(b.time - begin, 2), b["running"], round((b["busy_s"] - a["busy_s"]) / (b.time - a.time), 3))
+        for a, b in itertools.pairwise(stats)
+    ]
+    steps = [
+        (round(event["started"] - begin, 2), round(event["seconds"], 2))
+        for event in events
+        if event.kind == "trained" and begin < event.time <= end
+    ]
+    swaps = [
+        (round(event.time - begin, 2), event["pause_ms"])
+        for event in events
+        if event.kind == "swapped" and begin < event.time <= end
+    ]
+    return {"seconds": round(end - begin, 2), "engine": looks, "trainer": steps, "swaps": swaps}
 
 
-def watch(process: "subprocess.Popen[bytes]", path: Path, steps: int, deadline_s: float) -> list[Message]:
-    """The run's events once it has trained so many steps; none if it ends or takes too long before."""
-    until = time.monotonic() + deadline_s
-    while time.monotonic() < until and process.poll() is None:
-        time.sleep(0.5)
-        lines = path.read_text().splitlines() if path.exists() else []
-        if sum('"kind": "trained"' in line or '"kind":"trained"' in line for line in lines) >= steps:
-            return [json.loads(line) for line in lines if line.endswith("}")]
-    return []
+def add_ceiling(results: list[Message], rates: dict[int, float]) -> None:
+    """Beside each asynchronous arm, what an ideal schedule without overlap would give."""
+    for index, rate in rates.items():
+        item = results[index]
+        base = next((r for r in results if r["eta"] == 0 and _comparable(r, item)), None)
+        if base is not None:
+            tokens = item["tokens"] / item["steps"]
+            train_s = base["train_s"] * tokens / (base["tokens"] / base["steps"])
+            item["generation_alone"] = rate
+            item["ceiling"] = tokens / (tokens / rate + train_s)
+
+
+def _comparable(one: Message, other: Message) -> bool:
+    return bool(one["size"] == other["size"] and one["lengths"] == other["lengths"])
 
 
 def show(results: list[Message], console: "Console") -> None:
     from rich.table import Table
 
-    table = Table("batch", "η", "tokens/s", "against η = 0", "s a step", "training s", "waiting s", "mean staleness")
-    by_size = {size: list(items) for size, items in itertools.groupby(results, key=lambda result: result["size"])}
-    for size, items in by_size.items():
-        base = next((item["tokens_per_s"] for item in items if item["eta"] == 0), None)
-        for item in items:
-            ratio = f"{item['tokens_per_s'] / base:.2f}×" if base else "–"
-            numbers = [f"{item['wall_s'] / item['steps']:.1f}", f"{item['train_s']:.1f}", f"{item['wait_s']:.1f}"]
-            speed = f"{item['tokens_per_s']:,.0f}"
-            table.add_row(size, str(item["eta"]), speed, ratio, *numbers, f"{item['staleness_mean']:.2f}")
+    columns = ("batch", "η", "at a swap", "tokens/s", "against η = 0", "ceiling", "s a step", "training s", "staleness")
+    table = Table(*columns)
+    for item in results:
+        base = next((r["tokens_per_s"] for r in results if r["eta"] == 0 and _comparable(r, item)), None)
+        ratio = f"{item['tokens_per_s'] / base:.2f}×" if base else "–"
+        ceiling = f"{item['ceiling'] / base:.2f}×" if base and "ceiling" in item else "–"
+        numbers = [f"{item['wall_s'] / item['steps']:.1f}", f"{item['train_s']:.1f}", f"{item['staleness_mean']:.2f}"]
+        speed = f"{item['tokens_per_s']:,.0f}"
+        table.add_row(item["size"], str(item["eta"]), item["kv"], speed, ratio, ceiling, *numbers)
     console.print(table)
+
+
+@asynccontextmanager
+async def open_bench(options: argparse.Namespace, directory: Path) -> AsyncIterator[Bench]:
+    """Engine, trainer and rollout worker, started and warmed up."""
+    from headway import fleet
+
+    model = model_directory(options.shape, directory, options.device)
+    prepared = prepare(options, directory, model, WARM_UP)
+    # The workers import the workflow from this directory's modules.
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    async with fleet.open_runtime(prepared.config, directory / "workers") as runtime:
+        workers = await fleet.start_all(runtime, prepared.config, None)
+        bench = Bench(options, directory, model, workers)
+        if not options.cold:
+            await bench.run(WARM_UP, "warm-up")
+        yield bench
+
+
+async def measure(options: argparse.Namespace, directory: Path, record: Record, console: "Console") -> list[Message]:
+    results: list[Message] = []
+    rates: dict[int, float] = {}
+    async with open_bench(options, directory) as bench:
+        console.print("warm", highlight=False)
+        for number, plan in enumerate(options.arms):
+            found = await bench.run(plan, f"arm-{number}")
+            results.append(found)
+            console.print(f"{plan}: {found['tokens_per_s']:,.0f} tokens/s", highlight=False)
+            if plan.eta and options.rate_s:
+                rates[number] = await bench.generation_rate(plan)
+            add_ceiling(results, rates)
+            settings = {key: str(value) for key, value in vars(options).items() if key not in ("out", "keep")}
+            record.write(
+                options.out, versions=versions("torch", "transformers"), settings=settings, repetitions=results
+            )
+    return results
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="headway bench async_gpu", description=(__doc__ or "").splitlines()[0])
+    arms = [f"{size},eta={eta}" for size in reversed(SIZES) for eta in (0, 4)]
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-1.5b", help="shape of the model")
     parser.add_argument("--device", default="cuda", help="where engine and trainer compute")
-    parser.add_argument("--sizes", nargs="+", default=["16x16", "16x8"], help="batches, groups x trajectories")
-    parser.add_argument("--etas", nargs="+", type=int, default=[0, 4], help="bounds on staleness")
-    parser.add_argument("--window", type=int, default=0, help="take-order window in groups; 0 takes all in flight")
-    parser.add_argument("--mean", type=float, default=2048, help="mean length of completions")
-    parser.add_argument("--longest", type=int, default=16384, help="longest completion")
-    parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of the lengths' logarithm")
-    parser.add_argument("--steps", nargs=2, type=int, default=[4, 8], help="training steps at η = 0, and otherwise")
-    parser.add_argument("--skipped", nargs=2, type=int, default=[1, 3], help="first steps left out, likewise")
-    parser.add_argument("--max-num-seqs", type=int, default=1024, help="most sequences decoded together")
-    parser.add_argument("--kv-tokens", type=int, default=1_200_000, help="key/value memory")
-    parser.add_argument("--kv", choices=POLICIES, default="keep", help="what becomes of it at a swap")
+    parser.add_argument("--arms", nargs="+", type=Plan.parse, default=list(map(Plan.parse, arms)), help=Plan.__doc__)
+    parser.add_argument(
+        "--window", type=int, default=-1, help="take-order window; -1 is the paper's, oldest ready first"
+    )
+    parser.add_argument("--longest", type=int, default=16384, help="longest completion of any arm")
+    parser.add_argument("--rows", type=int, default=24, help="batches of prompts before they come again")
+    parser.add_argument("--max-num-seqs", type=int, default=768, help="most sequences decoded together")
+    parser.add_argument("--kv-tokens", type=int, default=1_800_000, help="key/value memory")
     parser.add_argument("--token-budget", type=int, default=16896, help="most tokens of a micro-batch")
     parser.add_argument("--minibatches", type=int, default=1, help="more than one makes proximal passes necessary")
+    parser.add_argument(
+        "--rate-s", type=float, default=6, help="seconds of filling, and of measuring, the engine alone"
+    )
+    parser.add_argument("--cold", action="store_true", help="without the warm-up")
     parser.add_argument("--seed", type=int, default=0, help="of lengths, prompts and sampling")
-    parser.add_argument("--deadline-s", type=float, default=900, help="longest run")
-    parser.add_argument("--keep", type=Path, default=None, help="directory that keeps the runs")
     parser.add_argument("--out", type=Path, default=RESULTS_DIR / "async_gpu.json", help="where the record goes")
-    options = parser.parse_args(arguments)
-    options.sizes = [tuple(map(int, size.split("x"))) for size in options.sizes]
-    return options
+    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> None:
     from rich.console import Console
 
-    console, options = Console(), parse(arguments)
+    console, options = Console(width=140), parse(arguments)
     record = Record("async_gpu", arguments)
-    results: list[Message] = []
     with tempfile.TemporaryDirectory() as scratch:
-        directory = options.keep or Path(scratch)
-        directory.mkdir(parents=True, exist_ok=True)
-        model = model_directory(options.shape, directory, options.device)
-        for size, eta in itertools.product(options.sizes, options.etas):
-            with console.status(f"batches of {size[0]}×{size[1]}, η = {eta}"):
-                results.append(train(options, directory, model, size, eta))
-            found = results[-1]
-            console.print(f"{found['size']}, η = {eta}: {found['tokens_per_s']:,.0f} tokens/s", highlight=False)
-            settings = {key: str(value) for key, value in vars(options).items()}
-            record.write(
-                options.out, versions=versions("torch", "transformers"), settings=settings, repetitions=results
-            )
+        results = asyncio.run(measure(options, Path(scratch), record, console))
     show(results, console)
     console.print(f"written to {options.out}", highlight=False)
 
