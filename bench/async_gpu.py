@@ -3,8 +3,8 @@
 Every arm is the same controller over the same engine, trainer and rollout processes, which are started once and warmed
 up; arms differ in the size of a batch, in the bound η, in what becomes of running sequences at a swap, and in how long
 completions are; for one kind of lengths all arms have the same prompts and lengths in the same order. Effective tokens
-a second are those of trained completions over the time from the end of one training step to the end of the last; the
-first steps, in which the pipeline fills, are left out. At η = 0 generation and training take turns on the whole GPU.
+a second are those of trained completions over the time from the end of one training step (at η = 0, where nothing has
+to fill first, from the first admission) to the end of the last. At η = 0 generation and training take turns.
 
 The ceiling is that of an ideal schedule without overlap: the time to generate a batch at the speed the engine has alone
 with as many sequences as η allows, plus the time to train it at the speed the trainer has alone.
@@ -68,7 +68,7 @@ class Plan:
         return replace(
             plan,
             steps=plan.steps or (2 if plan.eta == 0 else 5),
-            skip=plan.skip if plan.skip >= 0 else (1 if plan.eta == 0 else plan.eta + 1),
+            skip=plan.skip if plan.skip >= 0 else plan.eta,
         )
 
     @property
@@ -181,7 +181,6 @@ class Bench:
         with open(os.devnull, "w") as nowhere:
             view = open_view(nowhere)
             controller = Controller(prepared.config, self.workers, tasks, progress, log, directory, view)
-            started = time.time()
             run = asyncio.create_task(controller.run())
             try:
                 await listener.steps(plan.skip + plan.steps, run)
@@ -190,7 +189,7 @@ class Bench:
                 await asyncio.gather(run, return_exceptions=True)
                 log.close()
                 view.close()
-        return effective(listener.events, plan, started)
+        return effective(listener.events, plan)
 
     async def _next_version(self, prepared: "Prepared") -> int:
         """A small training step, because an engine takes no version that it has: the version it leads to."""
@@ -273,8 +272,9 @@ def _tasks(prepared: "Prepared", first: int) -> Any:
     )
 
 
-def effective(events: list[Any], plan: Plan, started: float) -> Message:
+def effective(events: list[Any], plan: Plan) -> Message:
     """What was trained after the first steps, and in how much time."""
+    started = next(event.time for event in events if event.kind == "admitted")
     trained = [event for event in events if event.kind == "trained"]
     begin = trained[plan.skip - 1].time if plan.skip else started
     kept = trained[plan.skip : plan.skip + plan.steps]
@@ -325,10 +325,15 @@ def engine_figures(events: list[Any], begin: float, end: float) -> Message:
 
 
 def timeline(events: list[Any], begin: float, end: float) -> Message:
-    """For a picture: the engine's looks (second, running sequences, share of time busy), training and swaps."""
+    """For a picture: looks at the engine (second, sequences, share of time busy, tokens/s), training, swaps."""
     stats = [event for event in events if event.kind == "stats" and begin <= event.time <= end]
     looks = [
-        (round(b.time - begin, 2), b["running"], round((b["busy_s"] - a["busy_s"]) / (b.time - a.time), 3))
+        (
+            round(b.time - begin, 2),
+            b["running"],
+            round((b["busy_s"] - a["busy_s"]) / (b.time - a.time), 3),
+            round((b["num_generated"] - a["num_generated"]) / (b.time - a.time)),
+        )
         for a, b in itertools.pairwise(stats)
     ]
     steps = [

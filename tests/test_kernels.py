@@ -16,7 +16,7 @@ if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, Triton's own too: before Triton is imported
 pytest.importorskip("triton")
 
-from headway.engine.embedded import sampler  # noqa: E402
+from headway.engine.embedded import paged_attention, sampler  # noqa: E402
 from headway.engine.embedded.decode_plan import SharedPrefix, plan_decode  # noqa: E402
 from headway.engine.embedded.kernels import (  # noqa: E402
     add_rms_norm,
@@ -333,6 +333,17 @@ def test_decode_attends_to_each_rows_own_tokens(
     out = decode_attention(q, cache.k, cache.v, cache.table, ints(cache.lengths), 0.1)
     assert out.dtype == dtype and out.shape == (6, num_heads * head_dim)
     assert_close(out, reference_decode(cache, q, 0.1))
+
+
+@pytest.mark.parametrize("heads", [1, 4, 16])
+def test_however_the_merging_is_shared_out_decode_merges_all_items_of_a_row(
+    heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "_combined_heads", lambda num_rows: heads)
+    cache = Cache([2500, 0, 40], 2, 16, torch.float32)
+    q = randn(3, 6, 16)
+    out = decode_attention(q, cache.k, cache.v, cache.table, ints(cache.lengths), 0.3)
+    assert_close(out, reference_decode(cache, q, 0.3))
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(5, 0.0), (200, 0.0), (0, 2.0), (130, 1.5)])

@@ -36,7 +36,7 @@ _PREFIX_PART = tl.constexpr(128)
 _MAX_PREFIX_PARTS = 64
 _MAX_PREFIX_QUERIES = 128
 _DECODE_QUERIES = 16
-_COMBINED_HEADS = 16
+_COMBINED_ITEMS = 16
 
 
 @dataclass(frozen=True)
@@ -214,28 +214,42 @@ def _decode_kernel(
 @triton.jit
 def _combine_kernel(
     partial_ptr, peak_ptr, offsets_ptr, counts_ptr, out_ptr,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
-    """Merge the items of one row; a row without items is empty and gets zeros."""
+    """Merge the items of one row, for some of its heads; a row without items is empty and gets zeros."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(counts_ptr + row)
     offset = tl.load(offsets_ptr + row).to(tl.int64)
     if count == 1:
         return
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     dimension = tl.arange(0, BLOCK_D)
-    inside = (head < H)[:, None] & (dimension < D)[None, :]
-    at = head[:, None] * D + dimension[None, :]
-    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    peak = tl.full([BLOCK_H], _NOTHING, tl.float32)
-    mass = tl.zeros([BLOCK_H], tl.float32)
-    for item in range(count):
-        base = (offset + item) * H
-        partial = tl.load(partial_ptr + base * D + at, mask=inside, other=0.0)
-        partial_peak = tl.load(peak_ptr + base + head, mask=head < H, other=_NOTHING)
-        acc, peak, mass = _merge(acc, peak, mass, partial, partial_peak)
-    out, peak = _finish(acc, peak, mass)
-    tl.store(out_ptr + row * (H * D) + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+    in_head = dimension < D
+    first_head = tl.program_id(1) * HEADS
+    for head in range(first_head, tl.minimum(first_head + HEADS, H)):
+        acc = tl.zeros([BLOCK_D], tl.float32)
+        peak = tl.max(tl.full([BLOCK_I], _NOTHING, tl.float32), 0)
+        mass = 0.0
+        for first in range(0, count, BLOCK_I):
+            item = first + tl.arange(0, BLOCK_I)
+            at = (offset + item) * H + head
+            peaks = tl.load(peak_ptr + at, mask=item < count, other=_NOTHING)
+            inside = (item < count)[:, None] & in_head[None, :]
+            partial = tl.load(partial_ptr + at[:, None] * D + dimension[None, :], mask=inside, other=0.0)
+            new_peak = tl.maximum(peak, tl.max(peaks, 0))
+            base = tl.where(new_peak == _NOTHING, 0.0, new_peak)
+            # A finished partial result has the mass 1 at its peak.
+            weight = tl.exp2(peaks - base)
+            shrink = tl.exp2(peak - base)
+            acc = acc * shrink + tl.sum(partial * weight[:, None], 0)
+            mass = mass * shrink + tl.sum(weight, 0)
+            peak = new_peak
+        out = acc / tl.where(mass > 0, mass, 1.0)
+        tl.store(out_ptr + (row * H + head) * D + dimension, out.to(out_ptr.dtype.element_ty), mask=in_head)
+
+
+def _combined_heads(num_rows: int) -> int:
+    """Heads of one program: with few rows, which are then long, one each; with many, few programs that do nothing."""
+    return 1 if num_rows <= 64 else 4 if num_rows <= 256 else 16
 
 
 def _decode_tile(bytes_per_key: int) -> Tile:
@@ -320,9 +334,11 @@ def decode_attention(
         head_dim, _DECODE_QUERIES, block_d, tile.keys, prefix is not None, softcap * _LOG2_E, _precision(q_BHD.dtype),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    _combine_kernel[(num_rows, triton.cdiv(num_heads, _COMBINED_HEADS))](
-        partial, peak, plan.offsets_B, plan.counts_B, out, num_heads, head_dim, _COMBINED_HEADS, block_d, num_warps=4
-    )
+    heads = _combined_heads(num_rows)
+    _combine_kernel[(num_rows, triton.cdiv(num_heads, heads))](
+        partial, peak, plan.offsets_B, plan.counts_B, out, num_heads, head_dim, heads, block_d, _COMBINED_ITEMS,
+        num_warps=4,
+    )  # fmt: skip
     return out
 
 
