@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.colocation import side_by_side
 from headway.config import Config
 from headway.engine import Engine
 from headway.runtime import InlineRuntime, LocalRuntime, Runtime, with_deadline
@@ -30,10 +31,11 @@ async def open_runtime(config: Config, directory: Path) -> AsyncIterator[Runtime
         runtime = InlineRuntime()
     else:
         runtime = LocalRuntime(directory / "logs", config.run.deadline_s)
-    try:
-        yield runtime
-    finally:
-        await runtime.close()
+    with side_by_side(config):
+        try:
+            yield runtime
+        finally:
+            await runtime.close()
 
 
 async def start_generation(runtime: Runtime, config: Config) -> "tuple[dict[str, Engine], list[RolloutWorker]]":

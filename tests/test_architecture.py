@@ -41,6 +41,7 @@ LAYERS: list[tuple[str, str]] = [
     ("the worker that calls engine and pool", "rollout"),
     ("measuring through the workers", "evaluate"),
     ("the controller", "controller"),
+    ("sharing a GPU", "colocation"),
     ("starting workers", "fleet"),
     ("starting, stopping, going on", "launch resume plan"),
     ("the command line", "cli"),
