@@ -400,19 +400,22 @@ async def open_bench(options: argparse.Namespace, directory: Path) -> AsyncItera
 async def measure(options: argparse.Namespace, directory: Path, record: Record, console: "Console") -> list[Message]:
     results: list[Message] = []
     rates: dict[int, float] = {}
+    settings = {key: str(value) for key, value in vars(options).items() if key != "out"}
+
+    def write() -> None:
+        found = versions("torch", "triton", "transformers")
+        record.write(options.out, versions=found, settings=settings, repetitions=results)
+
     async with open_bench(options, directory) as bench:
         console.print("warm", highlight=False)
         for number, plan in enumerate(options.arms):
-            found = await bench.run(plan, f"arm-{number}")
-            results.append(found)
-            console.print(f"{plan}: {found['tokens_per_s']:,.0f} tokens/s", highlight=False)
+            results.append(await bench.run(plan, f"arm-{number}"))
+            console.print(f"{plan}: {results[-1]['tokens_per_s']:,.0f} tokens/s", highlight=False)
+            write()
             if plan.eta and options.rate_s:
                 rates[number] = await bench.generation_rate(plan)
-            add_ceiling(results, rates)
-            settings = {key: str(value) for key, value in vars(options).items() if key not in ("out", "keep")}
-            record.write(
-                options.out, versions=versions("torch", "transformers"), settings=settings, repetitions=results
-            )
+                add_ceiling(results, rates)
+                write()
     return results
 
 
