@@ -1,8 +1,9 @@
 """Dynamic micro-batches against a fixed number of sequences in each: the same data, the same trainer, the same run.
 
-Fixed: sequences in the order they come, as many in every micro-batch as never exceed the token budget, which is all
-one can do without looking at lengths. Dynamic: Algorithm 1, balanced by the number of sequences as in the paper, and
-by FLOPs as Headway does it. TFLOP/s by the count of `headway bench trainer`.
+Fixed: sequences in the order they come, so many in every micro-batch that they fit even if all were as long as can be,
+which is all one can do without looking at lengths; or, with hindsight, as many as happen to fit this batch everywhere.
+Dynamic: Algorithm 1, balanced by the number of sequences as in the paper, and by FLOPs as Headway does it. TFLOP/s by
+the count of `headway bench trainer`.
 """
 
 import argparse
@@ -37,7 +38,13 @@ Arrange = Callable[[list[int], int], list[list[int]]]
 """(lengths, token budget) -> indices of the sequences of each micro-batch."""
 
 
-def fixed(lengths: list[int], token_budget: int) -> list[list[int]]:
+def fixed(lengths: list[int], token_budget: int, longest: int) -> list[list[int]]:
+    """As many sequences per micro-batch as fit if all are as long as can be."""
+    size = token_budget // longest
+    return [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
+
+
+def with_hindsight(lengths: list[int], token_budget: int) -> list[list[int]]:
     """The largest number of sequences per micro-batch with which none exceeds the budget."""
     for size in range(len(lengths), 0, -1):
         parts = [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
@@ -46,11 +53,16 @@ def fixed(lengths: list[int], token_budget: int) -> list[list[int]]:
     raise AssertionError("a sequence is longer than the token budget")
 
 
-def arrangements(cost: Callable[[int], float]) -> dict[str, Arrange]:
+def arrangements(cost: Callable[[int], float], longest: int) -> dict[str, Arrange]:
     from headway.microbatch import arranged
     from headway.packing import pack
 
-    return {"fixed": fixed, "dynamic, as in the paper": pack, "dynamic, by FLOPs": partial(arranged, cost=cost)}
+    return {
+        "fixed": partial(fixed, longest=longest),
+        "fixed, with hindsight": with_hindsight,
+        "dynamic, as in the paper": pack,
+        "dynamic, by FLOPs": partial(arranged, cost=cost),
+    }
 
 
 def arranged_trainer() -> "type[Any]":
@@ -87,7 +99,7 @@ def compete(trainer: "Trainer", groups: list[Any], lengths: list[int], options: 
     totals = [length + options.prompt for length in lengths]
     arms: Message = {}
     for _ in range(options.rounds):
-        for name, arrange in arrangements(cost).items():
+        for name, arrange in arrangements(cost, options.longest).items():
             trainer.arrange = arrange  # type: ignore[attr-defined]
             found = measure(partial(headway_step, trainer, groups), options, options.repetitions)
             if name not in arms:

@@ -85,21 +85,95 @@ def trainer(record: Record) -> str:
 def async_gpu(record: Record) -> str:
     rows = []
     for item in record["repetitions"]:
-        same = (other for other in record["repetitions"] if other["size"] == item["size"] and other["eta"] == 0)
-        base = next(same, None)
-        ratio = f"{item['tokens_per_s'] / base['tokens_per_s']:.2f}×" if base else ""
+        base = next((other for other in record["repetitions"] if other["eta"] == 0 and _alike(other, item)), None)
+        speed = base["tokens_per_s"] if base else float("nan")
+        ratio, ceiling = f"{item['tokens_per_s'] / speed:.2f}×", ""
+        if "ceiling" in item:
+            ceiling = f"{item['ceiling'] / speed:.2f}×"
         times = [f"{item['wall_s'] / item['steps']:.1f}", f"{item['train_s']:.1f}"]
-        pause = f"{item['pause_ms']['mean']:.1f} / {item['pause_ms']['max']:.1f}"
-        rows.append([item["size"], str(item["eta"]), f"{item['tokens_per_s']:,.0f}", ratio, *times, pause])
+        age = f"{item['staleness_mean']:.1f} / {item['staleness_max']}"
+        numbers = [f"{item['tokens_per_s']:,.0f}", ratio, ceiling, *times, age]
+        rows.append([item["size"], item["lengths"], str(item["eta"]), *numbers])
     headings = [
         "batch",
+        "lengths",
         "η",
         "effective tokens/s",
         "against η = 0",
+        "ceiling",
         "s a step",
         "of it training",
-        "pause ms mean / max",
+        "staleness mean / max",
     ]
+    return table(headings, rows) + f"\n\n{source(record)}"
+
+
+def _alike(one: Record, other: Record) -> bool:
+    return bool(one["size"] == other["size"] and one["lengths"] == other["lengths"])
+
+
+def interrupt(record: Record) -> str:
+    drained = next(item["tokens_per_s"] for item in record["repetitions"] if item["kv"] == "drain")
+    rows = []
+    for item in record["repetitions"]:
+        pauses = f"{item['pause_ms']['mean']:.1f} / {item['pause_ms']['max']:.1f}"
+        speed = [f"{item['tokens_per_s']:,.0f}", f"{item['tokens_per_s'] / drained:.2f}×"]
+        rows.append([item["kv"], *speed, pauses, f"{item['staleness_mean']:.1f}"])
+    headings = ["at a swap", "effective tokens/s", "against draining", "pause ms mean / max", "mean staleness"]
+    return table(headings, rows) + f"\n\n{source(record)}"
+
+
+def colocation(record: Record) -> str:
+    rows = [
+        [name, f"{item['shares']['engine']:.0%}", f"{item['shares']['trainer']:.0%}", f"{item['sum']:.2f}"]
+        for name, item in record["repetitions"].items()
+    ]
+    headings = ["arrangement", "the engine keeps of its speed", "the trainer keeps", "sum"]
+    return table(headings, rows) + f"\n\n{source(record)}"
+
+
+def packing(record: Record) -> str:
+    rows = []
+    for name, arm in record["repetitions"].items():
+        ratio = record["figures"]["ratio_to_fixed"].get(name)
+        shape = [str(arm["num_micro_batches"]), f"{arm['fill']:.0%}"]
+        rows.append([name, f"{max(arm['tflops']):.0f}", f"{ratio:.3f}×" if ratio else "", *shape])
+    headings = ["packing", "TFLOP/s", "against fixed", "micro-batches", "filled"]
+    return table(headings, rows) + f"\n\n{source(record)}"
+
+
+def swap(record: Record) -> str:
+    rows = []
+    for kv, measured in record["repetitions"].items():
+        pauses = sorted(found["pause_ms"] for found in measured["swaps"])
+        recomputed = sum(found["recomputed"] for found in measured["swaps"]) / len(measured["swaps"])
+        gap = measured["logprob_gap"]
+        numbers = [f"{pauses[len(pauses) // 2]:.1f}", f"{pauses[-1]:.1f}", f"{recomputed:,.0f}"]
+        rows.append([kv, *numbers, f"{gap['mean']:.3f} / {gap['max']:.2f}"])
+    headings = ["at a swap", "pause ms, median", "longest", "tokens recomputed", "log-prob gap after it, mean / max"]
+    return table(headings, rows) + f"\n\n{source(record)}"
+
+
+def profile_gpu(record: Record) -> str:
+    found = record["repetitions"]
+    kinds = sorted({kind for item in found.values() for kind in item["profile"]["seconds"]})
+    rows = []
+    for kind in kinds:
+        cells = []
+        for item in found.values():
+            steps = item["profile"]["tokens"] / item["requests"]
+            cells.append(f"{1000 * item['profile']['seconds'].get(kind, 0.0) / steps:.2f}")
+        rows.append([kind, *cells])
+    rows.append(["a step", *(f"{item['step_ms']:.2f}" for item in found.values())])
+    return table(["ms a step", *found], rows) + f"\n\n{source(record)}"
+
+
+def parity(record: Record) -> str:
+    rows = [
+        [name, f"{item['mean_abs']:.1e}", f"{item['max_abs']:.3f}", f"{item['kl']:.1e}", f"{item['num_tokens']:,}"]
+        for name, item in record["repetitions"].items()
+    ]
+    headings = ["type", "mean \\|Δ log-prob\\|", "max", "KL(engine‖trainer) a token", "tokens"]
     return table(headings, rows) + f"\n\n{source(record)}"
 
 
@@ -110,6 +184,12 @@ RENDERERS: dict[str, Callable[[Record], str]] = {
     "engine_gpu": engine_gpu,
     "trainer": trainer,
     "async_gpu": async_gpu,
+    "interrupt": interrupt,
+    "colocation": colocation,
+    "packing": packing,
+    "swap": swap,
+    "profile_gpu": profile_gpu,
+    "parity": parity,
 }
 
 
