@@ -219,7 +219,7 @@ def test_every_shipped_config_names_rows_its_verifier_can_score(path: Path, monk
         assert all(supervised <= row.keys() for row in load_rows(config.sft.train))
 
 
-def test_gsm8ks_rows_are_what_its_config_expects(tmp_path: Path) -> None:
+def test_gsm8ks_rows_are_what_its_config_expects() -> None:
     """One in the data set's form: the verifier finds the number after the marks, and takes the solution for right."""
     config = load(ROOT / "configs" / "gsm8k.toml")
     solution = "Each pack has 4*3 = <<4*3=12>>12 pens.\nSo there are 2*12 = <<2*12=24>>24.\n#### 24"
