@@ -105,8 +105,9 @@ def fetch(update: WeightUpdate, place: Place, spans: Sequence[Span], memory: Ite
         raise WeightsUnreachable(f"{place.location} cannot be read ({error.strerror})") from error
     try:
         starts = _find(update, place, file)
-        for (info, start, num_bytes), piece in zip(spans, memory, strict=True):
-            _read(update, place, file, starts[info.name] + start, piece[:num_bytes])
+        for (info, start, _), piece in zip(spans, memory, strict=True):
+            if not read_into(piece, file, starts[info.name] + start):
+                raise _damaged(update, place, "it ends early")
     except OSError as error:
         raise WeightsUnreachable(f"{place.location} cannot be read ({error.strerror})") from error
     finally:
@@ -136,12 +137,14 @@ def _described(entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int
     return str(entry["dtype"]), tuple(entry["shape"]), int(start), int(end)
 
 
-def _read(update: WeightUpdate, place: Place, file: int, start: int, piece: memoryview) -> None:
+def read_into(piece: memoryview, file: int, start: int) -> bool:
+    """Fill the memory from there on, with the interpreter's lock released; False where the file ends before."""
     while len(piece):
         num_read = os.preadv(file, [piece], start)
         if num_read == 0:
-            raise _damaged(update, place, "it ends early")
+            return False
         piece, start = piece[num_read:], start + num_read
+    return True
 
 
 def _damaged(update: WeightUpdate, place: Place, why: str) -> WeightMismatch:

@@ -32,7 +32,7 @@ from headway import weight_files, weight_stream
 from headway.errors import InvariantBroken, RunFailed, WeightMismatch, WeightsUnreachable
 from headway.types import Place, TensorInfo, WeightUpdate
 from headway.weight_files import WeightFiles
-from headway.weight_stream import LOOPBACK, WeightServer
+from headway.weight_stream import LOOPBACK, Span, WeightServer
 
 _ALIGNMENT = 64
 _BUCKET_BYTES = 2**22
@@ -171,7 +171,7 @@ class Publisher:
         assert self._files is not None
         # A full disk ends the run only where engines have no other place to read from.
         try:
-            return {"disk": self._files.write(self.version, infos, buffer.bytes.numpy().data)}
+            return {"disk": self._files.write(self.version, infos, _bytes(buffer.bytes))}
         except OSError as error:
             said = f"version {self.version} could not be written to {self._files.directory} ({error.strerror})"
             if self._transports == ("disk",):
@@ -179,11 +179,10 @@ class Publisher:
             _LOG.warning("%s; engines have to fetch it by other ways", said)
             return {}
 
-    def open(self, version: int) -> int | None:
-        """A file of that version's bytes, for the caller to close; None when they are gone or not yet there."""
+    def memory_of(self, version: int) -> memoryview | None:
+        """That version's bytes where they lie; None when they are gone or not yet there."""
         with self._lock:
-            held = [buffer for buffer in self._buffers if buffer.version == version]
-            return os.dup(held[0].file) if held else None
+            return next((_bytes(buffer.bytes) for buffer in self._buffers if buffer.version == version), None)
 
     def close(self) -> None:
         if self._server is not None:
@@ -197,7 +196,7 @@ class Publisher:
 def open_update(update: WeightUpdate) -> dict[str, Tensor]:
     """The update's tensors: views of where they were published, if this process can map it, else a copy of its own."""
     for place in update.places:
-        if place.transport in _MAPPED:
+        if place.transport in ("shared_memory", "cuda"):
             with suppress(WeightsUnreachable):  # the copy is tried next, and says why there is none
                 return _mapped(update, place)
     tensors = {info.name: torch.empty(info.shape, dtype=getattr(torch, info.dtype)) for info in update.tensors}
@@ -219,7 +218,7 @@ def receive(update: WeightUpdate, into: Mapping[str, Tensor]) -> None:
 
 
 def _receive_from(update: WeightUpdate, place: Place, wanted: Sequence[TensorInfo], into: Mapping[str, Tensor]) -> None:
-    if place.transport in _MAPPED:
+    if place.transport == "cuda":
         published = _mapped(update, place)
         for info in wanted:
             into[info.name].copy_(published[info.name])
@@ -229,8 +228,8 @@ def _receive_from(update: WeightUpdate, place: Place, wanted: Sequence[TensorInf
         for info in wanted
         for start in range(0, info.num_bytes, _BUCKET_BYTES)
     ]
-    fetch = {"stream": weight_stream.fetch, "disk": weight_files.fetch}[place.transport]
-    fetch(update, place, spans, _pieces([into[info.name] for info in wanted]))
+    fetch = {"shared_memory": _fetch_memory, "stream": weight_stream.fetch, "disk": weight_files.fetch}
+    fetch[place.transport](update, place, spans, _pieces([into[info.name] for info in wanted]))
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
@@ -247,35 +246,47 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
 
 
 def _mapped(update: WeightUpdate, place: Place) -> dict[str, Tensor]:
+    if place.transport == "cuda":
+        from headway.device_weights import open_on_device
+
+        return open_on_device(update)
+    return _map_memory(update, place)
+
+
+def _open_memory(place: Place) -> int:
     if place.host not in ("", this_host()):
         raise WeightsUnreachable("its memory is another machine's")
-    return _MAPPED[place.transport](update, place)
-
-
-def _open_memory(update: WeightUpdate, place: Place) -> dict[str, Tensor]:
-    """Views of the publisher's memory, copy-on-write: nobody can change it."""
     # The memory is the publisher's and goes with it: a dead trainer is a sentence, not a missing file.
     try:
-        with open(place.location, "rb") as file:
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return os.open(place.location, os.O_RDONLY)
     except OSError as error:
         raise WeightsUnreachable(f"its publisher has ended ({error.strerror})") from error
+
+
+def _fetch_memory(update: WeightUpdate, place: Place, spans: Sequence[Span], memory: Iterator[memoryview]) -> None:
+    """Read rather than mapped: the first touch of each mapped page would cost more than its copy."""
+    file = _open_memory(place)
+    try:
+        for (info, start, _), piece in zip(spans, memory, strict=True):
+            if not weight_files.read_into(piece, file, info.offset + start):
+                raise WeightsUnreachable("its publisher has moved on")
+    finally:
+        os.close(file)
+
+
+def _map_memory(update: WeightUpdate, place: Place) -> dict[str, Tensor]:
+    """Views of the publisher's memory, copy-on-write: nobody can change it."""
+    file = _open_memory(place)
+    try:
+        memory = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(file)
     whole = np.frombuffer(memory, dtype=np.uint8)
     tensors = {}
     for info in update.tensors:
         data = torch.from_numpy(whole[info.offset : info.offset + info.num_bytes])
         tensors[info.name] = data.view(getattr(torch, info.dtype)).view(info.shape)
     return tensors
-
-
-def _open_on_device(update: WeightUpdate, place: Place) -> dict[str, Tensor]:
-    from headway.device_weights import open_on_device
-
-    return open_on_device(update)
-
-
-_MAPPED = {"shared_memory": _open_memory, "cuda": _open_on_device}
-"""How the bytes are found where they can be mapped."""
 
 
 class ShadowWeights:

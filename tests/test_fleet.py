@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from system import check_finished, events_of, make_config, run_inline
+from system import HeadwayProcess, check_finished, events_of, make_config, run_inline, write_config
 
-from headway.config import Config, validate
+from headway.config import Config, load, validate
 from headway.errors import ConfigError
 from headway.fleet import how_weights_travel
 
@@ -80,3 +80,16 @@ def test_invariant_11_a_run_makes_the_same_weights_by_every_way(tmp_path: Path, 
         kept = sorted(path.name for path in (Path(config.run.dir) / "weights").glob("*"))
         assert kept == (["version-1", "version-2"] if transport == "disk" else [])
     assert digests["auto"] == digests["stream"] == digests["disk"] and len(set(digests["auto"])) == 2
+
+
+@pytest.mark.slow
+def test_invariant_11_engines_in_processes_are_sent_their_weights(tmp_path: Path, tiny_model: str) -> None:
+    """Weight sync is proved at every load, by two engines at once, over connections and without shared memory."""
+    sections = {"engine": {"count": 2}, "weights": {"transport": "stream"}}
+    path = write_config(tmp_path, tiny_model, run={"runtime": "local"}, **sections)
+    config = load(path)
+    with HeadwayProcess("train", path, run=Path(config.run.dir)) as run:
+        assert run.wait() == 0, run.output
+    check_finished(config, run.events())
+    swapped = [event for event in run.events() if event.kind == "swapped"]
+    assert len(swapped) == 2 * (config.run.steps + 1) and max(e["parity_max_abs"] for e in swapped) < 1e-5
