@@ -351,13 +351,16 @@ def _check_contradictions(config: Config, where: str) -> None:
     for knob, device in [*named, ("trainer.device", config.trainer.device)]:
         sentence = f"{knob} = {device} is neither cpu nor cuda nor a GPU by number, such as cuda:1; set one of them"
         problems[sentence] = not re.fullmatch(r"cpu|cuda(:\d+)?", device)
-    transports = config.weights.transports
-    problems[
-        f"weights.transport = {config.weights.transport} is neither auto nor some of shared_memory, stream and disk, "
-        "each once; set one of them"
-    ] = config.weights.transport != "auto" and (
-        not {*transports} <= {"shared_memory", "stream", "disk"} or len({*transports}) < len(transports)
-    )
+    problems |= _contradictions_of_weights(config.weights)
     for sentence, wrong in problems.items():
         if wrong:
             raise ConfigError(f"{where}: {sentence}")
+
+
+def _contradictions_of_weights(section: WeightsSection) -> dict[str, object]:
+    named = section.transports
+    unknown = {*named} - {"shared_memory", "stream", "disk"} or len({*named}) < len(named)
+    return {
+        f"weights.transport = {section.transport} is neither auto nor some of shared_memory, stream and disk, each "
+        "once; set one of them": section.transport != "auto" and unknown
+    }

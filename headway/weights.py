@@ -41,7 +41,7 @@ _LOG = logging.getLogger(__name__)
 
 def fingerprint(tensor: Tensor) -> str:
     """A checksum over the tensor's bytes."""
-    return str(xxhash.xxh3_64_hexdigest(_bytes(tensor)))
+    return str(xxhash.xxh3_64_hexdigest(bytes_of(tensor)))
 
 
 def digest(fingerprints: Mapping[str, str]) -> str:
@@ -63,7 +63,8 @@ def fingerprints(tensors: Mapping[str, Tensor], on_device: bool = False) -> dict
     return {name: prints[id(tensor)] for name, tensor in tensors.items()}
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's numbers as they lie in memory, on the host."""
     array: NDArray[np.uint8] = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return array.data
 
@@ -162,16 +163,23 @@ class Publisher:
         if self._files is not None:
             places |= self._write_file(infos, buffer)
         first, *others = [places[name] for name in self._transports if name in places]
-        kind = "adapter" if base else "full"
         return WeightUpdate(
-            self.version, kind, first.transport, first.location, infos, first.host, tuple(others), base, token
+            version=self.version,
+            kind="adapter" if base else "full",
+            transport=first.transport,
+            location=first.location,
+            tensors=infos,
+            host=first.host,
+            elsewhere=tuple(others),
+            base=base,
+            token=token,
         )
 
     def _write_file(self, infos: tuple[TensorInfo, ...], buffer: _SharedBuffer) -> dict[str, Place]:
         assert self._files is not None
         # A full disk ends the run only where engines have no other place to read from.
         try:
-            return {"disk": self._files.write(self.version, infos, _bytes(buffer.bytes))}
+            return {"disk": self._files.write(self.version, infos, bytes_of(buffer.bytes))}
         except OSError as error:
             said = f"version {self.version} could not be written to {self._files.directory} ({error.strerror})"
             if self._transports == ("disk",):
@@ -182,7 +190,7 @@ class Publisher:
     def memory_of(self, version: int) -> memoryview | None:
         """That version's bytes where they lie; None when they are gone or not yet there."""
         with self._lock:
-            return next((_bytes(buffer.bytes) for buffer in self._buffers if buffer.version == version), None)
+            return next((bytes_of(buffer.bytes) for buffer in self._buffers if buffer.version == version), None)
 
     def close(self) -> None:
         if self._server is not None:
@@ -238,7 +246,7 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
     for tensor in tensors:
         direct = tensor.device.type == "cpu" and tensor.is_contiguous()
         landed = tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        memory = _bytes(landed)
+        memory = bytes_of(landed)
         for start in range(0, len(memory), _BUCKET_BYTES):
             yield memory[start : start + _BUCKET_BYTES]
         if not direct:
