@@ -321,7 +321,7 @@ class TensorInfo:
 
 
 @noun
-class Place:
+class WeightPlace:
     """Somewhere the bytes of an update lie, how they are fetched from there, and the machine that alone can do so."""
 
     transport: str
@@ -339,7 +339,7 @@ class WeightUpdate:
     location: str
     tensors: tuple[TensorInfo, ...]
     host: str = ""  # the machine that can read `location`; empty: every machine may try
-    elsewhere: tuple[Place, ...] = ()  # where else the same bytes lie, best first
+    elsewhere: tuple[WeightPlace, ...] = ()  # where else the same bytes lie, best first
     base: str = ""  # of an adapter: the digest of all tensors it does not name
     token: bytes = field(default=b"", repr=False)  # what a receiver proves to know before a stream sends anything
 
@@ -348,9 +348,9 @@ class WeightUpdate:
             raise ValueError(f"an update is full, or an adapter with its base, not {self.kind} with base {self.base!r}")
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[WeightPlace, ...]:
         """Everywhere the bytes lie, best first."""
-        return (Place(self.transport, self.location, self.host), *self.elsewhere)
+        return (WeightPlace(self.transport, self.location, self.host), *self.elsewhere)
 
     @property
     def num_bytes(self) -> int:

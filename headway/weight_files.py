@@ -14,7 +14,7 @@ from typing import Any
 
 from headway.errors import WeightMismatch, WeightsUnreachable
 from headway.events import fsync_directory
-from headway.types import Place, TensorInfo, WeightUpdate
+from headway.types import TensorInfo, WeightPlace, WeightUpdate
 from headway.weight_stream import Span
 
 TRANSPORT = "disk"
@@ -41,7 +41,7 @@ class WeightFiles:
         self.directory, self._name = directory, f"{name}.safetensors"
         self._kept: list[int] = []
 
-    def write(self, version: int, tensors: Sequence[TensorInfo], memory: memoryview) -> Place:
+    def write(self, version: int, tensors: Sequence[TensorInfo], memory: memoryview) -> WeightPlace:
         """Write what lies in the memory as the tensors say; versions before the last are removed. Raises OSError."""
         path = self._path(version)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -60,7 +60,7 @@ class WeightFiles:
         fsync_directory(path.parent)
         fsync_directory(self.directory)
         self._keep(version)
-        return Place(TRANSPORT, str(path.absolute()))
+        return WeightPlace(TRANSPORT, str(path.absolute()))
 
     def _path(self, version: int) -> Path:
         return self.directory / f"version-{version}" / self._name
@@ -97,7 +97,7 @@ def _header(version: int, tensors: Sequence[TensorInfo]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def fetch(update: WeightUpdate, place: Place, spans: Sequence[Span], memory: Iterator[memoryview]) -> None:
+def fetch(update: WeightUpdate, place: WeightPlace, spans: Sequence[Span], memory: Iterator[memoryview]) -> None:
     """Read the spans, in their order, each into the next piece of memory."""
     try:
         file = os.open(place.location, os.O_RDONLY)
@@ -114,7 +114,7 @@ def fetch(update: WeightUpdate, place: Place, spans: Sequence[Span], memory: Ite
         os.close(file)
 
 
-def _find(update: WeightUpdate, place: Place, file: int) -> dict[str, int]:
+def _find(update: WeightUpdate, place: WeightPlace, file: int) -> dict[str, int]:
     """Where each tensor of the update begins in the file, which says of itself what it holds."""
     try:
         num_bytes = int.from_bytes(os.pread(file, 8, 0), "little")
@@ -147,5 +147,5 @@ def read_into(piece: memoryview, file: int, start: int) -> bool:
     return True
 
 
-def _damaged(update: WeightUpdate, place: Place, why: str) -> WeightMismatch:
+def _damaged(update: WeightUpdate, place: WeightPlace, why: str) -> WeightMismatch:
     return WeightMismatch(f"version {update.version}: {place.location} is damaged, {why}")

@@ -24,7 +24,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from headway.errors import ConfigError, WeightsUnreachable
-from headway.types import Place, TensorInfo, WeightUpdate
+from headway.types import TensorInfo, WeightPlace, WeightUpdate
 
 Span = tuple[TensorInfo, int, int]
 """A piece of a tensor that is moved at once: the tensor, its first byte, its number of bytes."""
@@ -242,7 +242,7 @@ class _Fetch:
             raise WeightsUnreachable(f"its publisher has moved on to version {newest}")
 
 
-def fetch(update: WeightUpdate, place: Place, spans: Sequence[Span], memory: Iterator[memoryview]) -> None:
+def fetch(update: WeightUpdate, place: WeightPlace, spans: Sequence[Span], memory: Iterator[memoryview]) -> None:
     """Receive the spans, in their order, each into the next piece of memory."""
     state = _Fetch(update, spans, memory)
     cause = ""

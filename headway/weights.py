@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from headway import weight_files, weight_stream
 from headway.errors import InvariantBroken, RunFailed, WeightMismatch, WeightsUnreachable
-from headway.types import Place, TensorInfo, WeightUpdate
+from headway.types import TensorInfo, WeightPlace, WeightUpdate
 from headway.weight_files import WeightFiles
 from headway.weight_stream import LOOPBACK, Span, WeightServer
 
@@ -156,10 +156,10 @@ class Publisher:
             return self._buffers[version % 2]
 
     def _describe(self, buffer: _SharedBuffer, infos: tuple[TensorInfo, ...], base: str) -> WeightUpdate:
-        places = {"shared_memory": Place("shared_memory", buffer.path, this_host())}
+        places = {"shared_memory": WeightPlace("shared_memory", buffer.path, this_host())}
         token = b""
         if self._server is not None:
-            places["stream"], token = Place("stream", self._server.location), self._server.token
+            places["stream"], token = WeightPlace("stream", self._server.location), self._server.token
         if self._files is not None:
             places |= self._write_file(infos, buffer)
         first, *others = [places[name] for name in self._transports if name in places]
@@ -175,7 +175,7 @@ class Publisher:
             token=token,
         )
 
-    def _write_file(self, infos: tuple[TensorInfo, ...], buffer: _SharedBuffer) -> dict[str, Place]:
+    def _write_file(self, infos: tuple[TensorInfo, ...], buffer: _SharedBuffer) -> dict[str, WeightPlace]:
         assert self._files is not None
         # A full disk ends the run only where engines have no other place to read from.
         try:
@@ -225,7 +225,9 @@ def receive(update: WeightUpdate, into: Mapping[str, Tensor]) -> None:
     raise WeightsUnreachable(f"version {update.version} cannot be fetched: {'; '.join(reasons)}")
 
 
-def _receive_from(update: WeightUpdate, place: Place, wanted: Sequence[TensorInfo], into: Mapping[str, Tensor]) -> None:
+def _receive_from(
+    update: WeightUpdate, place: WeightPlace, wanted: Sequence[TensorInfo], into: Mapping[str, Tensor]
+) -> None:
     if place.transport == "cuda":
         published = _mapped(update, place)
         for info in wanted:
@@ -253,7 +255,7 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
             tensor.copy_(landed)
 
 
-def _mapped(update: WeightUpdate, place: Place) -> dict[str, Tensor]:
+def _mapped(update: WeightUpdate, place: WeightPlace) -> dict[str, Tensor]:
     if place.transport == "cuda":
         from headway.device_weights import open_on_device
 
@@ -261,7 +263,7 @@ def _mapped(update: WeightUpdate, place: Place) -> dict[str, Tensor]:
     return _map_memory(update, place)
 
 
-def _open_memory(place: Place) -> int:
+def _open_memory(place: WeightPlace) -> int:
     if place.host not in ("", this_host()):
         raise WeightsUnreachable("its memory is another machine's")
     # The memory is the publisher's and goes with it: a dead trainer is a sentence, not a missing file.
@@ -271,7 +273,9 @@ def _open_memory(place: Place) -> int:
         raise WeightsUnreachable(f"its publisher has ended ({error.strerror})") from error
 
 
-def _fetch_memory(update: WeightUpdate, place: Place, spans: Sequence[Span], memory: Iterator[memoryview]) -> None:
+def _fetch_memory(
+    update: WeightUpdate, place: WeightPlace, spans: Sequence[Span], memory: Iterator[memoryview]
+) -> None:
     """Read rather than mapped: the first touch of each mapped page would cost more than its copy."""
     file = _open_memory(place)
     try:
@@ -282,7 +286,7 @@ def _fetch_memory(update: WeightUpdate, place: Place, spans: Sequence[Span], mem
         os.close(file)
 
 
-def _map_memory(update: WeightUpdate, place: Place) -> dict[str, Tensor]:
+def _map_memory(update: WeightUpdate, place: WeightPlace) -> dict[str, Tensor]:
     """Views of the publisher's memory, copy-on-write: nobody can change it."""
     file = _open_memory(place)
     try:

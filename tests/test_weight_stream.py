@@ -28,7 +28,7 @@ from headway import codec, weight_stream, weights
 from headway.engine.embedded import live_weights
 from headway.errors import ConfigError, DeadlineExceeded, InvariantBroken, WeightsUnreachable
 from headway.models import named_weights
-from headway.types import Place, TensorInfo, WeightUpdate
+from headway.types import TensorInfo, WeightPlace, WeightUpdate
 from headway.weights import Publisher, ShadowWeights, digest, fingerprints, open_update, receive
 
 PATIENCE_S = 0.3
@@ -149,7 +149,7 @@ def test_a_receiver_on_the_publishers_machine_takes_the_memory_itself() -> None:
     update = publisher.publish(0, large())
     assert [place.transport for place in update.places] == ["shared_memory", "stream"]
     with Relay(update.elsewhere[0].location, pass_on) as relay:
-        here = dataclasses.replace(update, elsewhere=(Place("stream", relay.location),))
+        here = dataclasses.replace(update, elsewhere=(WeightPlace("stream", relay.location),))
         assert equal(open_update(here), large()) and relay.num_connections == 0
         elsewhere = dataclasses.replace(here, host="another machine")
         assert equal(open_update(elsewhere), large()) and relay.num_connections == 1
