@@ -326,6 +326,15 @@ def all_keys() -> dict[str, str]:
     return keys
 
 
+def _contradictions_of_weights(section: WeightsSection) -> dict[str, object]:
+    named = section.transports
+    unknown = {*named} - {"shared_memory", "stream", "disk"} or len({*named}) < len(named)
+    return {
+        f"weights.transport = {section.transport} is neither auto nor some of shared_memory, stream and disk, each "
+        "once; set one of them": section.transport != "auto" and unknown
+    }
+
+
 def _check_contradictions(config: Config, where: str) -> None:
     batch, rollout, trainer = config.trainer.batch_groups, config.rollout, config.trainer
     longest = config.engine.max_context
@@ -355,12 +364,3 @@ def _check_contradictions(config: Config, where: str) -> None:
     for sentence, wrong in problems.items():
         if wrong:
             raise ConfigError(f"{where}: {sentence}")
-
-
-def _contradictions_of_weights(section: WeightsSection) -> dict[str, object]:
-    named = section.transports
-    unknown = {*named} - {"shared_memory", "stream", "disk"} or len({*named}) < len(named)
-    return {
-        f"weights.transport = {section.transport} is neither auto nor some of shared_memory, stream and disk, each "
-        "once; set one of them": section.transport != "auto" and unknown
-    }
