@@ -142,6 +142,21 @@ class TrainerSection(Section):
     max_skipped: int = Field(3, ge=1, description="non-finite steps in a row that end the run")
 
 
+class WeightsSection(Section):
+    transport: str = Field(
+        "auto",
+        description="how weights reach engines: auto, or some of shared_memory, stream and disk, the best first",
+    )
+    address: str = Field(
+        "127.0.0.1", description="where the trainer serves weights to other machines; 0.0.0.0 is all its addresses"
+    )
+    dir: str = Field("", description="where transport disk writes; empty means the run directory's weights/")
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        return tuple(name.strip() for name in self.transport.split(","))
+
+
 class AlgorithmSection(Section):
     objective: Literal["decoupled", "naive"] = Field("decoupled", description="decoupled PPO (Eq. 5) or plain PPO")
     clip_eps: float = Field(0.2, gt=0, lt=1, description="PPO clipping range ε")
@@ -192,6 +207,7 @@ class Config(Section):
     engine: EngineSection = Field(default_factory=EngineSection)
     staleness: StalenessSection = Field(default_factory=StalenessSection)
     trainer: TrainerSection = Field(default_factory=TrainerSection)
+    weights: WeightsSection = Field(default_factory=WeightsSection)
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
     evaluate: EvaluateSection = Field(default_factory=EvaluateSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
@@ -310,6 +326,15 @@ def all_keys() -> dict[str, str]:
     return keys
 
 
+def _contradictions_of_weights(section: WeightsSection) -> dict[str, object]:
+    named = section.transports
+    unknown = {*named} - {"shared_memory", "stream", "disk"} or len({*named}) < len(named)
+    return {
+        f"weights.transport = {section.transport} is neither auto nor some of shared_memory, stream and disk, each "
+        "once; set one of them": section.transport != "auto" and unknown
+    }
+
+
 def _check_contradictions(config: Config, where: str) -> None:
     batch, rollout, trainer = config.trainer.batch_groups, config.rollout, config.trainer
     longest = config.engine.max_context
@@ -335,6 +360,7 @@ def _check_contradictions(config: Config, where: str) -> None:
     for knob, device in [*named, ("trainer.device", config.trainer.device)]:
         sentence = f"{knob} = {device} is neither cpu nor cuda nor a GPU by number, such as cuda:1; set one of them"
         problems[sentence] = not re.fullmatch(r"cpu|cuda(:\d+)?", device)
+    problems |= _contradictions_of_weights(config.weights)
     for sentence, wrong in problems.items():
         if wrong:
             raise ConfigError(f"{where}: {sentence}")

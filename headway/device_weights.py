@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.errors import InvariantBroken, WeightMismatch
+from headway.errors import InvariantBroken, WeightsUnreachable
 from headway.types import TensorInfo, WeightUpdate
 
 TRANSPORT = "cuda"
@@ -72,7 +72,7 @@ class DevicePublisher:
         self._buffers: list[tuple[str, Tensor]] = []
         self._version = 0
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> WeightUpdate:
+    def publish(self, version: int, tensors: Mapping[str, Tensor], base: str = "") -> WeightUpdate:
         if version < self._version:
             raise InvariantBroken(f"version {version} cannot follow version {self._version}: versions never go back")
         self._version = version
@@ -97,7 +97,7 @@ class DevicePublisher:
             )
             for name, tensor in tensors.items()
         )
-        return WeightUpdate(version, "full", TRANSPORT, location, infos)
+        return WeightUpdate(version, "adapter" if base else "full", TRANSPORT, location, infos, base=base)
 
     def _buffer(self, version: int, num_bytes: int) -> tuple[str, Tensor]:
         while len(self._buffers) < 2:
@@ -105,6 +105,10 @@ class DevicePublisher:
             location = _location(buffer)
             _own[location] = buffer
             self._buffers.append((location, buffer))
+        if len(self._buffers[version % 2][1]) < num_bytes:
+            raise InvariantBroken(
+                f"version {version} is larger than the first one published here; publish that in full"
+            )
         return self._buffers[version % 2]
 
     def close(self) -> None:
@@ -147,6 +151,6 @@ def _map(update: WeightUpdate) -> Tensor:
     try:
         storage = torch.UntypedStorage._new_shared_cuda(*parts)
     except RuntimeError as error:
-        raise WeightMismatch(f"version {update.version} is gone: its publisher has ended ({error})") from error
+        raise WeightsUnreachable(f"its publisher has ended ({error})") from error
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return whole.set_(storage)[described["offset"] :]

@@ -29,6 +29,10 @@ class WeightMismatch(HeadwayError):
     """Weights that arrived are not the weights that were published."""
 
 
+class WeightsUnreachable(HeadwayError):
+    """Published weights could not be fetched from any of the places they lie in; what was fetched is not used."""
+
+
 class InvariantBroken(HeadwayError):
     """A promise Headway makes about its own data did not hold; the run stops rather than train on it."""
 
@@ -46,6 +50,7 @@ BY_NAME: dict[str, type[HeadwayError]] = {
         DeadlineExceeded,
         RequestRefused,
         WeightMismatch,
+        WeightsUnreachable,
         InvariantBroken,
         RunFailed,
     )

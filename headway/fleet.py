@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.colocation import side_by_side
-from headway.config import Config
+from headway.config import Config, WeightsSection
 from headway.engine import Engine
+from headway.errors import ConfigError
 from headway.runtime import InlineRuntime, LocalRuntime, Runtime, with_deadline
+from headway.weight_stream import is_loopback
 
 if TYPE_CHECKING:
     from headway.controller import Workers
@@ -77,7 +79,6 @@ def _kv_share(config: Config, device: str) -> float:
 async def start_trainer(runtime: Runtime, config: Config, worst_staleness: int | None) -> "Trainer":
     from headway.trainer import Trainer
 
-    gpus_only = "cpu" not in (config.trainer.device, *config.engine.placement.values())
     return await runtime.start(
         "trainer",
         Trainer,
@@ -85,9 +86,34 @@ async def start_trainer(runtime: Runtime, config: Config, worst_staleness: int |
         config.trainer,
         config.algorithm,
         worst_staleness,
-        gpus_only and config.engine.kind == "embedded",
+        how_weights_travel(config, runtime.num_machines),
         threads=config.trainer.threads,
     )
+
+
+def how_weights_travel(config: Config, num_machines: int) -> WeightsSection:
+    """The config's section with nothing left open: by the shortest way that reaches every engine, unless it says."""
+    section = config.weights
+    gpus_only = "cpu" not in (config.trainer.device, *config.engine.placement.values())
+    if section.transport != "auto":
+        transport = section.transport
+    elif num_machines > 1:
+        transport = "shared_memory,stream"
+    else:
+        transport = "cuda" if gpus_only and config.engine.kind == "embedded" else "shared_memory"
+    directory = section.dir or str(Path(config.run.dir).absolute() / "weights")
+    resolved = section.model_copy(update={"transport": transport, "dir": directory})
+    if num_machines > 1 and not {"stream", "disk"} & {*resolved.transports}:
+        raise ConfigError(
+            f"weights.transport = {transport} reaches engines of the trainer's machine only, and there are "
+            f"{num_machines} machines; set auto, stream or disk"
+        )
+    if num_machines > 1 and "disk" not in resolved.transports and is_loopback(section.address):
+        raise ConfigError(
+            f"weights.address = {section.address} cannot be reached from the other {num_machines - 1} machines; set "
+            "0.0.0.0, or an address of the trainer's machine"
+        )
+    return resolved
 
 
 async def _start_rollout(runtime: Runtime, config: Config, engines: dict[str, Engine]) -> "list[RolloutWorker]":

@@ -2,7 +2,7 @@
 
 `prepare` reads and checks all there is to check before anything heavy starts; the verbs below it start the workers
 they need through a runtime and end them, whatever happens. A run directory holds: config.json, events.jsonl, record/,
-checkpoint/a and /b, logs/, metrics.jsonl, tensorboard/, model/, summary.json, report.png.
+checkpoint/a and /b, weights/, logs/, metrics.jsonl, tensorboard/, model/, summary.json, report.png.
 """
 
 import asyncio
@@ -153,7 +153,7 @@ def _stop_tokens(*ids: int | list[int] | None) -> tuple[int, ...]:
 
 def identity(config: Config) -> str:
     """A hash of what makes a run the run it is; where it lies, how long it goes on and what it shows may change."""
-    values = config.model_dump(exclude={"metrics", "evaluate", "checkpoint", "sft"})
+    values = config.model_dump(exclude={"metrics", "evaluate", "checkpoint", "sft", "weights"})
     for key in ("dir", "steps", "runtime", "deadline_s"):
         del values["run"][key]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

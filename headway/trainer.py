@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from headway import checkpoint
-from headway.config import AlgorithmSection, ModelSection, TrainerSection
+from headway.config import AlgorithmSection, ModelSection, TrainerSection, WeightsSection
 from headway.errors import ConfigError, InvariantBroken, RunFailed
 from headway.losses import PolicyLossInput, PolicyLossOutput, decoupled_ppo, merge_metrics, naive_ppo
 from headway.microbatch import MicroBatch, Sample, micro_batches, minibatches_of
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from headway.device_weights import DevicePublisher
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_SHARED_MEMORY = WeightsSection(transport="shared_memory")
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,16 @@ class Trainer:
         section: TrainerSection,
         algorithm: AlgorithmSection,
         worst_staleness: int | None,
-        publish_on_device: bool = False,
+        weights: WeightsSection = _SHARED_MEMORY,
     ):
-        """With `publish_on_device`, engines of this machine take the weights from GPU to GPU."""
+        """`weights` says how they travel; besides what a config can name, by "cuda" from GPU to GPU of this machine."""
         self.section, self.algorithm = section, algorithm
         self.worst_staleness = worst_staleness
         self.version = 0
         self._model_path, self._dtype = model.path, DTYPES[model.dtype]
         self.device = find_device("trainer.device", section.device, self._dtype)
+        self._publish_on_device = weights.transport == "cuda"
+        self._publisher = _make_publisher(self.device, weights)
         self._model = load_model(model.path, torch.float32)
         if section.gradient_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -87,8 +90,6 @@ class Trainer:
         self.optimizer = adamw(self.masters.named.values(), section, section.lr)
         self._token_budget = section.token_budget
         self._cost = partial(flops, shape=model_shape(self._model.config))
-        self._publish_on_device = publish_on_device
-        self._publisher = _make_publisher(self.device, publish_on_device)
 
     async def close(self) -> None:
         self._publisher.close()
@@ -331,9 +332,9 @@ class Trainer:
         checkpoint.save_model(directory, model, load_tokenizer(self._model_path))
 
 
-def _make_publisher(device: torch.device, on_device: bool) -> "Publisher | DevicePublisher":
-    if not on_device:
-        return Publisher()
+def _make_publisher(device: torch.device, weights: WeightsSection) -> "Publisher | DevicePublisher":
+    if weights.transport != "cuda":
+        return Publisher(weights.transports, weights.address, weights.dir)
     from headway.device_weights import DevicePublisher
 
     return DevicePublisher(device)

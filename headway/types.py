@@ -9,6 +9,7 @@ Array suffixes: T tokens of one sequence, P tokens of a prompt.
 """
 
 import math
+from dataclasses import field
 from enum import StrEnum
 from typing import Any
 
@@ -320,6 +321,15 @@ class TensorInfo:
 
 
 @noun
+class WeightPlace:
+    """Somewhere the bytes of an update lie, how they are fetched from there, and the machine that alone can do so."""
+
+    transport: str
+    location: str
+    host: str = ""  # empty: every machine may try
+
+
+@noun
 class WeightUpdate:
     """Named tensors under a version: `kind` is full or adapter, `location` says where the bytes lie."""
 
@@ -328,6 +338,19 @@ class WeightUpdate:
     transport: str
     location: str
     tensors: tuple[TensorInfo, ...]
+    host: str = ""  # the machine that can read `location`; empty: every machine may try
+    elsewhere: tuple[WeightPlace, ...] = ()  # where else the same bytes lie, best first
+    base: str = ""  # of an adapter: the digest of all tensors it does not name
+    token: bytes = field(default=b"", repr=False)  # what a receiver proves to know before a stream sends anything
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("full", "adapter") or (self.kind == "adapter") != bool(self.base):
+            raise ValueError(f"an update is full, or an adapter with its base, not {self.kind} with base {self.base!r}")
+
+    @property
+    def places(self) -> tuple[WeightPlace, ...]:
+        """Everywhere the bytes lie, best first."""
+        return (WeightPlace(self.transport, self.location, self.host), *self.elsewhere)
 
     @property
     def num_bytes(self) -> int:

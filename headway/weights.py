@@ -1,18 +1,26 @@
 """Publish and fetch named tensors under a version, with fingerprints.
 
 A publisher writes an update into one of two shared-memory buffers; a receiver copies it beside its live weights and
-exchanges the two between decode steps. Tied tensors lie in the buffer once and are named twice. Between GPUs of one
-machine the bytes need not pass through the host: device_weights.py has that publisher.
+exchanges the two between decode steps. Tied tensors lie in the buffer once and are named twice. An update says where
+its bytes can be had, best first, and a receiver takes the first place it can reach: the memory itself on the same
+machine, else a connection (weight_stream.py) or a file (weight_files.py). Between GPUs of one machine the bytes need
+not pass through the host: device_weights.py has that publisher.
 
 Invariant that lives here:
  11. Weight sync is proved at every load by fingerprint: each tensor's checksum is taken over its bytes as published,
      and again over the bytes the receiver is about to run; a mismatch stops the run.
 """
 
+import logging
 import mmap
 import os
+import platform
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,15 +28,20 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from headway.errors import InvariantBroken, WeightMismatch
-from headway.types import TensorInfo, WeightUpdate
+from headway import weight_files, weight_stream
+from headway.errors import InvariantBroken, RunFailed, WeightMismatch, WeightsUnreachable
+from headway.types import TensorInfo, WeightPlace, WeightUpdate
+from headway.weight_files import WeightFiles
+from headway.weight_stream import LOOPBACK, Span, WeightServer
 
 _ALIGNMENT = 64
+_BUCKET_BYTES = 2**22
+_LOG = logging.getLogger(__name__)
 
 
 def fingerprint(tensor: Tensor) -> str:
     """A checksum over the tensor's bytes."""
-    return str(xxhash.xxh3_64_hexdigest(_bytes(tensor)))
+    return str(xxhash.xxh3_64_hexdigest(bytes_of(tensor)))
 
 
 def digest(fingerprints: Mapping[str, str]) -> str:
@@ -50,9 +63,20 @@ def fingerprints(tensors: Mapping[str, Tensor], on_device: bool = False) -> dict
     return {name: prints[id(tensor)] for name, tensor in tensors.items()}
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's numbers as they lie in memory, on the host."""
     array: NDArray[np.uint8] = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return array.data
+
+
+@cache
+def this_host() -> str:
+    """What processes have in common that can map each other's memory by path: a running kernel, and its numbering."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return platform.node()
 
 
 class _SharedBuffer:
@@ -60,73 +84,215 @@ class _SharedBuffer:
 
     def __init__(self, num_bytes: int):
         if hasattr(os, "memfd_create"):
-            self._file = os.memfd_create("headway-weights")
-            self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+            self.file = os.memfd_create("headway-weights")
+            self.path = f"/proc/{os.getpid()}/fd/{self.file}"
         else:
-            self._file, self.path = tempfile.mkstemp(prefix="headway-weights-")
-        os.truncate(self._file, num_bytes)
-        self.memory = mmap.mmap(self._file, num_bytes)
+            self.file, self.path = tempfile.mkstemp(prefix="headway-weights-")
+        os.truncate(self.file, num_bytes)
+        self.bytes = torch.frombuffer(mmap.mmap(self.file, num_bytes), dtype=torch.uint8)
+        self.version: int | None = None  # of what lies in it, unless it is being written
 
     def close(self) -> None:
-        os.close(self._file)
+        os.close(self.file)
         if not self.path.startswith("/proc/"):
             os.unlink(self.path)
 
 
 class Publisher:
-    """The sending side: two buffers by turns, so that an update stays readable until the one after the next."""
+    """The sending side: two buffers by turns, so that an update stays readable until the one after the next.
 
-    def __init__(self) -> None:
+    Other processes map them, other machines are sent them by a server, or they are written to files, as `transports`
+    says, in the order a receiver should try; `part` tells several publishers apart that share a directory.
+    """
+
+    def __init__(
+        self,
+        transports: Sequence[str] = ("shared_memory",),
+        address: str = LOOPBACK,
+        directory: str = "",
+        part: str = "model",
+    ) -> None:
+        self.version = 0
+        self._transports = tuple(transports)
         self._buffers: list[_SharedBuffer] = []
-        self._version = 0
+        self._lock = threading.Lock()
+        self._server = WeightServer(address, self) if "stream" in transports else None
+        self._files = WeightFiles(Path(directory), part) if "disk" in transports else None
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> WeightUpdate:
-        """Write the tensors, in the type they are given, and say where they lie."""
-        if version < self._version:
-            raise InvariantBroken(f"version {version} cannot follow version {self._version}: versions never go back")
-        self._version = version
+    def publish(self, version: int, tensors: Mapping[str, Tensor], base: str = "") -> WeightUpdate:
+        """Write the tensors, in the type they are given, and say where they lie; with a `base`, as its adapter."""
+        if version < self.version:
+            raise InvariantBroken(f"version {version} cannot follow version {self.version}: versions never go back")
         placed: dict[int, int] = {}
-        offset = 0
+        num_bytes = 0
         for tensor in tensors.values():
             if id(tensor) not in placed:
-                placed[id(tensor)] = offset
-                offset += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        buffer = self._buffer(version, offset)
+                placed[id(tensor)] = num_bytes
+                num_bytes += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        buffer = self._claim(version, num_bytes)
         infos: list[TensorInfo] = []
         prints: dict[int, str] = {}
         for name, tensor in tensors.items():
-            data = _bytes(tensor.detach())
-            start = placed[id(tensor)]
+            start, size = placed[id(tensor)], tensor.numel() * tensor.element_size()
             if id(tensor) not in prints:
-                buffer.memory[start : start + len(data)] = data
-                prints[id(tensor)] = str(xxhash.xxh3_64_hexdigest(data))
+                written = buffer.bytes[start : start + size]
+                written.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+                prints[id(tensor)] = fingerprint(written)
             dtype = str(tensor.dtype).removeprefix("torch.")
-            infos.append(TensorInfo(name, dtype, tuple(tensor.shape), start, len(data), prints[id(tensor)]))
-        return WeightUpdate(version, "full", "shared_memory", buffer.path, tuple(infos))
+            infos.append(TensorInfo(name, dtype, tuple(tensor.shape), start, size, prints[id(tensor)]))
+        buffer.version = version
+        return self._describe(buffer, tuple(infos), base)
 
-    def _buffer(self, version: int, num_bytes: int) -> _SharedBuffer:
-        while len(self._buffers) < 2:
-            self._buffers.append(_SharedBuffer(num_bytes))
-        return self._buffers[version % 2]
+    def _claim(self, version: int, num_bytes: int) -> _SharedBuffer:
+        """The buffer whose turn it is, from now on in nobody's hands but the writer's."""
+        with self._lock:
+            self.version = version
+            while len(self._buffers) < 2:
+                self._buffers.append(_SharedBuffer(num_bytes))
+            if len(self._buffers[version % 2].bytes) < num_bytes:
+                self._buffers[version % 2].close()
+                self._buffers[version % 2] = _SharedBuffer(num_bytes)
+            self._buffers[version % 2].version = None
+            return self._buffers[version % 2]
+
+    def _describe(self, buffer: _SharedBuffer, infos: tuple[TensorInfo, ...], base: str) -> WeightUpdate:
+        places = {"shared_memory": WeightPlace("shared_memory", buffer.path, this_host())}
+        token = b""
+        if self._server is not None:
+            places["stream"], token = WeightPlace("stream", self._server.location), self._server.token
+        if self._files is not None:
+            places |= self._write_file(infos, buffer)
+        first, *others = [places[name] for name in self._transports if name in places]
+        return WeightUpdate(
+            version=self.version,
+            kind="adapter" if base else "full",
+            transport=first.transport,
+            location=first.location,
+            tensors=infos,
+            host=first.host,
+            elsewhere=tuple(others),
+            base=base,
+            token=token,
+        )
+
+    def _write_file(self, infos: tuple[TensorInfo, ...], buffer: _SharedBuffer) -> dict[str, WeightPlace]:
+        assert self._files is not None
+        # A full disk ends the run only where engines have no other place to read from.
+        try:
+            return {"disk": self._files.write(self.version, infos, bytes_of(buffer.bytes))}
+        except OSError as error:
+            said = f"version {self.version} could not be written to {self._files.directory} ({error.strerror})"
+            if self._transports == ("disk",):
+                raise RunFailed(f"{said}; make room there or change weights.transport") from error
+            _LOG.warning("%s; engines have to fetch it by other ways", said)
+            return {}
+
+    def memory_of(self, version: int) -> memoryview | None:
+        """That version's bytes where they lie; None when they are gone or not yet there."""
+        with self._lock:
+            return next((bytes_of(buffer.bytes) for buffer in self._buffers if buffer.version == version), None)
 
     def close(self) -> None:
-        for buffer in self._buffers:
-            buffer.close()
-        self._buffers.clear()
+        if self._server is not None:
+            self._server.close()
+        with self._lock:
+            for buffer in self._buffers:
+                buffer.close()
+            self._buffers.clear()
 
 
 def open_update(update: WeightUpdate) -> dict[str, Tensor]:
-    """The update's tensors as views of where they were published; on the host copy-on-write: nobody can change them."""
-    if update.transport == "cuda":
+    """The update's tensors: views of where they were published, if this process can map it, else a copy of its own."""
+    for place in update.places:
+        if place.transport in ("shared_memory", "cuda"):
+            with suppress(WeightsUnreachable):  # the copy is tried next, and says why there is none
+                return _mapped(update, place)
+    tensors = {info.name: torch.empty(info.shape, dtype=getattr(torch, info.dtype)) for info in update.tensors}
+    receive(update, tensors)
+    return tensors
+
+
+def receive(update: WeightUpdate, into: Mapping[str, Tensor]) -> None:
+    """Copy the update's tensors into those of the same names, from the first place that can be reached."""
+    distinct = {id(tensor): name for name, tensor in into.items()}
+    wanted = [info for info in update.tensors if distinct.get(id(into[info.name])) == info.name]
+    reasons = []
+    for place in update.places:
+        try:
+            return _receive_from(update, place, wanted, into)
+        except WeightsUnreachable as error:
+            reasons.append(str(error))
+    raise WeightsUnreachable(f"version {update.version} cannot be fetched: {'; '.join(reasons)}")
+
+
+def _receive_from(
+    update: WeightUpdate, place: WeightPlace, wanted: Sequence[TensorInfo], into: Mapping[str, Tensor]
+) -> None:
+    if place.transport == "cuda":
+        published = _mapped(update, place)
+        for info in wanted:
+            into[info.name].copy_(published[info.name])
+        return
+    spans = [
+        (info, start, min(_BUCKET_BYTES, info.num_bytes - start))
+        for info in wanted
+        for start in range(0, info.num_bytes, _BUCKET_BYTES)
+    ]
+    fetch = {"shared_memory": _fetch_memory, "stream": weight_stream.fetch, "disk": weight_files.fetch}
+    fetch[place.transport](update, place, spans, _pieces([into[info.name] for info in wanted]))
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
+    """Memory for the bytes of the tensors, a bucket at a time; what was written there lies in the tensor as soon as the
+    next is asked for."""
+    for tensor in tensors:
+        direct = tensor.device.type == "cpu" and tensor.is_contiguous()
+        landed = tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        memory = bytes_of(landed)
+        for start in range(0, len(memory), _BUCKET_BYTES):
+            yield memory[start : start + _BUCKET_BYTES]
+        if not direct:
+            tensor.copy_(landed)
+
+
+def _mapped(update: WeightUpdate, place: WeightPlace) -> dict[str, Tensor]:
+    if place.transport == "cuda":
         from headway.device_weights import open_on_device
 
         return open_on_device(update)
+    return _map_memory(update, place)
+
+
+def _open_memory(place: WeightPlace) -> int:
+    if place.host not in ("", this_host()):
+        raise WeightsUnreachable("its memory is another machine's")
     # The memory is the publisher's and goes with it: a dead trainer is a sentence, not a missing file.
     try:
-        with open(update.location, "rb") as file:
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return os.open(place.location, os.O_RDONLY)
     except OSError as error:
-        raise WeightMismatch(f"version {update.version} is gone: its publisher has ended ({error.strerror})") from error
+        raise WeightsUnreachable(f"its publisher has ended ({error.strerror})") from error
+
+
+def _fetch_memory(
+    update: WeightUpdate, place: WeightPlace, spans: Sequence[Span], memory: Iterator[memoryview]
+) -> None:
+    """Read rather than mapped: the first touch of each mapped page would cost more than its copy."""
+    file = _open_memory(place)
+    try:
+        for (info, start, _), piece in zip(spans, memory, strict=True):
+            if not weight_files.read_into(piece, file, info.offset + start):
+                raise WeightsUnreachable("its publisher has moved on")
+    finally:
+        os.close(file)
+
+
+def _map_memory(update: WeightUpdate, place: WeightPlace) -> dict[str, Tensor]:
+    """Views of the publisher's memory, copy-on-write: nobody can change it."""
+    file = _open_memory(place)
+    try:
+        memory = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(file)
     whole = np.frombuffer(memory, dtype=np.uint8)
     tensors = {}
     for info in update.tensors:
@@ -143,50 +309,76 @@ class ShadowWeights:
         self._in_place = in_place
         self._live = {name: parameter for name, parameter in live.items() if isinstance(parameter, nn.Parameter)}
         self._shadow: dict[int, Tensor] = {}
-        self._fingerprints: dict[str, str] = {}
+        self._staged: dict[int, Tensor] = {}
+        self._live_prints: dict[bool, dict[str, str]] = {}  # by whether a GPU computed them
+        self._staged_prints: dict[bool, dict[str, str]] = {}
         self.staged_version: int | None = None
 
     def stage(self, update: WeightUpdate) -> None:
         """Copy the update into the shadow set and check every byte of it; the live set is untouched."""
-        self.staged_version = None
-        published = open_update(update)
-        self._check_kinds(update.version, published)
-        for key, (name, parameter) in {id(p): (name, p) for name, p in self._live.items()}.items():
-            if key not in self._shadow:
-                self._shadow[key] = torch.empty_like(parameter.data)
-            self._shadow[key].copy_(published[name])
+        self.staged_version, self._staged = None, {}
+        on_device = update.transport == "cuda"
+        self._check_kinds(update)
+        untouched = self._untouched(update, on_device) if update.kind == "adapter" else {}
+        into = {info.name: self._beside(self._live[info.name]) for info in update.tensors}
+        receive(update, into)
         # Taken from the tensor each name will run, not from what was copied: tied here, two tensors may have arrived.
-        shadows = {name: self._shadow[id(parameter)] for name, parameter in self._live.items()}
-        self._fingerprints = fingerprints(shadows, on_device=update.transport == "cuda")
-        wrong = [name for name, value in update.fingerprints.items() if self._fingerprints[name] != value]
+        found = fingerprints(into, on_device)
+        wrong = [name for name, value in update.fingerprints.items() if found[name] != value]
         if wrong:
             raise WeightMismatch(f"version {update.version}: {wrong[0]} arrived with another checksum than published")
+        self._staged = {id(self._live[name]): tensor for name, tensor in into.items()}
+        self._staged_prints = {on_device: untouched | found}
         self.staged_version = update.version
 
-    def _check_kinds(self, version: int, published: Mapping[str, Tensor]) -> None:
-        differing = sorted(self._live.keys() ^ published.keys())
-        if differing:
-            raise WeightMismatch(
-                f"version {version}: published and loaded tensors differ by name, first {differing[0]}"
-            )
-        for name, parameter in self._live.items():
-            theirs, ours = (f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (published[name], parameter))
-            if theirs != ours:
-                raise WeightMismatch(f"version {version}: {name} was published as {theirs}, loaded as {ours}")
-
-    def staged(self, parameter: Tensor) -> Tensor:
-        """What a parameter will be after the swap."""
+    def _beside(self, parameter: Tensor) -> Tensor:
+        if id(parameter) not in self._shadow:
+            self._shadow[id(parameter)] = torch.empty_like(parameter.data)
         return self._shadow[id(parameter)]
 
+    def _check_kinds(self, update: WeightUpdate) -> None:
+        published = {info.name: f"torch.{info.dtype} {tuple(info.shape)}" for info in update.tensors}
+        missing = self._live.keys() - published.keys() if update.kind == "full" else set()
+        differing = sorted(missing | (published.keys() - self._live.keys()))
+        if differing:
+            raise WeightMismatch(
+                f"version {update.version}: published and loaded tensors differ by name, first {differing[0]}"
+            )
+        for name, theirs in published.items():
+            ours = f"{self._live[name].dtype} {tuple(self._live[name].shape)}"
+            if theirs != ours:
+                raise WeightMismatch(f"version {update.version}: {name} was published as {theirs}, loaded as {ours}")
+
+    def _untouched(self, update: WeightUpdate, on_device: bool) -> dict[str, str]:
+        """The fingerprints of what an adapter leaves as it is, which has to be the base it was made for."""
+        named = {id(self._live[info.name]): info.name for info in update.tensors}
+        kept = {name: tensor for name, tensor in self._live.items() if name not in update.fingerprints}
+        tied = [name for name, tensor in kept.items() if id(tensor) in named]
+        if tied:
+            other = named[id(kept[tied[0]])]
+            raise WeightMismatch(f"version {update.version}: its adapter has {other}, which is one with {tied[0]} here")
+        if on_device not in self._live_prints:
+            self._live_prints[on_device] = fingerprints(self._live, on_device)
+        untouched = {name: self._live_prints[on_device][name] for name in kept}
+        if digest(untouched) != update.base:
+            found = f"made for the base {update.base}, and the base here is {digest(untouched)}"
+            raise WeightMismatch(f"version {update.version}: its adapter was {found}; load that one first")
+        return untouched
+
+    def staged(self, parameter: Tensor) -> Tensor:
+        """What a parameter will be after the swap: itself, where no update to it is staged."""
+        return self._staged.get(id(parameter), parameter)
+
     def swap(self) -> dict[str, str]:
-        """Exchange live and shadow tensors; the fingerprints of what is now live."""
+        """Exchange live and shadow tensors; the fingerprints of all that is now live."""
         if self.staged_version is None:
             raise InvariantBroken("a swap needs staged weights, and none are staged")
-        parameters = {id(parameter): parameter for parameter in self._live.values()}
+        parameters = {id(parameter): parameter for parameter in self._live.values() if id(parameter) in self._staged}
         if self._in_place:
             torch._foreach_copy_([p.data for p in parameters.values()], [self._shadow[key] for key in parameters])
         else:
             for key, parameter in parameters.items():
                 parameter.data, self._shadow[key] = self._shadow[key], parameter.data
-        self.staged_version = None
-        return dict(self._fingerprints)
+        self._live_prints = self._staged_prints
+        self.staged_version, self._staged = None, {}
+        return dict(next(iter(self._live_prints.values())))

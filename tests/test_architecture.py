@@ -31,7 +31,8 @@ LAYERS: list[tuple[str, str]] = [
     ("what is made of those", "ledger metrics picture"),
     ("what a person sees", "view"),
     ("the report", "report"),
-    ("weights on a GPU", "device_weights"),
+    ("weights on a GPU, and over a connection", "device_weights weight_stream"),
+    ("weights in files", "weight_files"),
     ("text, models, weights", "tokenizer models weights"),
     ("prompts, batches, buffer, checkpoints", "prompts microbatch buffer checkpoint"),
     ("the engine protocol", "engine"),
@@ -59,6 +60,7 @@ BOSSES = ("controller", "fleet", "launch", "resume", "plan", "cli")
 NEVER_TORCH = """
     errors codec types config staleness packing advantages runtime references verifiers workflows events record history
     ledger metrics picture view report buffer tokenizer prompts reward reward_child rollout evaluate engine cli
+    weight_stream weight_files
 """
 """Modules that can be imported where torch is not: what runs in the controller, the reward pool and the viewer."""
 

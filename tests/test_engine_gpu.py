@@ -1,6 +1,7 @@
 """The embedded engine on a GPU: graphs, pages and shared prompts change nothing about what a request is told."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import driving
 import numpy as np
@@ -25,6 +26,7 @@ from headway.engine import KvPolicy
 from headway.errors import WeightMismatch
 from headway.models import named_weights
 from headway.types import StopReason
+from headway.weights import Publisher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 CLOSE = 2e-4
@@ -159,6 +161,21 @@ def test_invariant_11_weights_handed_over_on_the_device_are_proved_there(
     open_on_device(update)["model.norm.weight"].view(torch.int32)[3] ^= 1
     with pytest.raises(WeightMismatch, match=r"model\.norm\.weight"):
         core.stage(update)
+    publisher.close()
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "stream", "disk"])
+def test_invariant_11_weights_from_a_host_reach_the_device_by_every_way(
+    tiny_model: str, transport: str, tmp_path: Path
+) -> None:
+    core, publisher = make_core(tiny_model, deterministic=False), Publisher([transport], directory=str(tmp_path))
+    tokens = prompt(40)
+    for version in (1, 2):
+        update = publisher.publish(version, named_weights(plain_model(tiny_model, noise_seed=version)))
+        core.stage(update)
+        assert core.swap(version, "keep").fingerprints == update.fingerprints
+        expected = teacher_forced(plain_model(tiny_model, noise_seed=version), tokens)
+        assert np.abs(core.score((tokens,), 1.0).logprobs[0] - expected).max() < CLOSE
     publisher.close()
 
 

@@ -12,7 +12,7 @@ from headway.engine.embedded.core import EngineCore
 from headway.engine.embedded.live_weights import packable
 from headway.models import PackedAttention, build_model, load_model, named_weights
 from headway.tokenizer import build_character_tokenizer
-from headway.weights import Publisher
+from headway.weights import Publisher, digest, fingerprints
 
 TOKENS = np.arange(3, 14, dtype=np.int32)
 
@@ -58,4 +58,27 @@ def test_invariant_11_packed_matrices_are_those_of_the_live_version(wide_model: 
     assert np.abs(scored() - old_logprobs).max() < 1e-5
     core.swap(1, "keep")
     assert np.abs(scored() - new_logprobs).max() < 1e-5
+    publisher.close()
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_invariant_11_an_adapter_repacks_what_it_names_and_leaves_the_rest(wide_model: str) -> None:
+    """Weight sync is proved at every load, also of a part: the fingerprints are those of everything live."""
+    engine_model, new = load_model(wide_model), load_model(wide_model)
+    core = EngineCore(engine_model, EngineSection(max_num_seqs=8, kv_tokens=4096), 128, False, lambda tokens: "")
+    name = "model.layers.1.mlp.down_proj.weight"
+    torch.manual_seed(0)
+    with torch.no_grad():
+        named_weights(new)[name].mul_(1 + 0.1 * torch.randn_like(named_weights(new)[name]))
+    rest = {key: value for key, value in fingerprints(named_weights(new)).items() if key != name}
+    before, publisher = reference(load_model(wide_model)), Publisher()
+    core.stage(publisher.publish(1, {name: named_weights(new)[name]}, digest(rest)))
+    assert np.abs(core.score((TOKENS,), 1.0).logprobs[0][1:] - before).max() < 1e-5
+    assert (
+        core.swap(1, "keep").fingerprints
+        == fingerprints(named_weights(new))
+        == fingerprints(named_weights(engine_model))
+    )
+    after = core.score((TOKENS,), 1.0).logprobs[0][1:]
+    assert np.abs(after - reference(new)).max() < 1e-5 < np.abs(after - before).max()
     publisher.close()

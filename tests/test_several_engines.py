@@ -27,7 +27,7 @@ from system import (
 )
 
 from headway import codec, fleet
-from headway.config import Config, EngineSection, load
+from headway.config import Config, EngineSection, WeightsSection, load
 from headway.engine import Engine
 from headway.engine.embedded import EmbeddedEngine
 from headway.engine.fake import FakeEngine
@@ -227,6 +227,8 @@ def test_workers_with_one_group_each_do_not_all_begin_at_the_first_engine(tiny_m
 class Starting:
     """A runtime that only remembers what it was asked to start."""
 
+    num_machines = 1
+
     def __init__(self) -> None:
         self.started: dict[str, tuple[type, tuple[Any, ...]]] = {}
 
@@ -283,7 +285,8 @@ def test_weights_go_from_gpu_to_gpu_only_where_every_engine_is_on_one(
     engine = {"device": devices, "count": 2}
     config = make_config(tmp_path, tiny_model, engine=engine, trainer={"device": trainer})
     asyncio.run(fleet.start_trainer(cast(Runtime, runtime), config, 0))
-    assert runtime.started["trainer"][1][-1] is on_device
+    weights: WeightsSection = runtime.started["trainer"][1][-1]
+    assert weights.transport == ("cuda" if on_device else "shared_memory")
 
 
 # What a person sees

@@ -22,6 +22,11 @@ T = TypeVar("T")
 
 
 class Runtime(Protocol):
+    @property
+    def num_machines(self) -> int:
+        """On how many machines a worker may be started."""
+        ...
+
     async def start(self, name: str, cls: type[T], *args: Any, threads: int = 1) -> T:
         """Construct `cls(*args)` and open it; returns the object itself or a handle that behaves like it."""
         ...

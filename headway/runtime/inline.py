@@ -11,6 +11,8 @@ CLOSE_S = 10.0
 
 
 class InlineRuntime:
+    num_machines = 1
+
     def __init__(self) -> None:
         self._workers: list[tuple[str, Any]] = []
 

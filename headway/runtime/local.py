@@ -72,6 +72,8 @@ class _Worker:
 class LocalRuntime:
     """Standard output and error of worker NAME go to `log_dir`/NAME.log; `deadline_s` bounds each call."""
 
+    num_machines = 1
+
     def __init__(self, log_dir: Path, deadline_s: float) -> None:
         self._log_dir, self._deadline_s = log_dir, deadline_s
         log_dir.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ Invariant that lives here:
  11. Weight sync is proved at every load: what is packed is packed from the bytes whose fingerprints were checked.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,12 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headway.errors import DeadlineExceeded
 from headway.models import cap_logits, head_logits, named_weights
 from headway.types import WeightUpdate
 from headway.weights import ShadowWeights
 
 _PACKED_FROM = 1 << 18
 """Elements of the smallest matrix worth packing: below that, the call costs more than the layout saves."""
+_STAGING_S = 120.0
 
 
 def packable(weight: Tensor) -> bool:
@@ -66,7 +69,8 @@ class Matrix:
 
     def stage(self, staged: Callable[[Tensor], Tensor]) -> None:
         """Prepare what the layers will be, given by what each of their parameters will be."""
-        self._staged = self._prepared(staged)
+        changes = any(staged(parameter) is not parameter for parameter in [*self._parameters, *self._biases])
+        self._staged = self._prepared(staged) if changes else self._live
 
     def swap(self) -> None:
         self._live = self._staged
@@ -91,7 +95,8 @@ class Head:
         return _pack(exact, self._num_rows) if self._packed else exact
 
     def stage(self, staged: Callable[[Tensor], Tensor]) -> None:
-        self._staged = self._prepared(staged(self._parameter))
+        weight = staged(self._parameter)
+        self._staged = self._live if weight is self._parameter else self._prepared(weight)
 
     def swap(self) -> None:
         self._live = self._staged
@@ -112,6 +117,7 @@ class LiveWeights:
         in_place = model.device.type == "cuda"
         self._shadow = ShadowWeights(named_weights(model), in_place)
         self._products = [] if in_place else products
+        self._staging = threading.Lock()
 
     @property
     def staged_version(self) -> int | None:
@@ -119,9 +125,17 @@ class LiveWeights:
 
     def stage(self, update: WeightUpdate) -> None:
         """Receive an update beside the live weights; they are untouched."""
-        self._shadow.stage(update)
-        for product in self._products:
-            product.stage(self._shadow.staged)
+        # A caller that gave up leaves its transfer running, and two of them would write the same memory.
+        if not self._staging.acquire(timeout=_STAGING_S):
+            raise DeadlineExceeded(
+                f"version {update.version} waited {_STAGING_S:g} s for the transfer of an earlier one to end"
+            )
+        try:
+            self._shadow.stage(update)
+            for product in self._products:
+                product.stage(self._shadow.staged)
+        finally:
+            self._staging.release()
 
     def swap(self) -> dict[str, str]:
         """Make the staged set live; its fingerprints."""
