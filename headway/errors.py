@@ -29,6 +29,10 @@ class WeightMismatch(HeadwayError):
     """Weights that arrived are not the weights that were published."""
 
 
+class OutOfMemory(HeadwayError):
+    """One of several trainer ranks ran out of GPU memory; smaller micro-batches may fit."""
+
+
 class InvariantBroken(HeadwayError):
     """A promise Headway makes about its own data did not hold; the run stops rather than train on it."""
 
@@ -46,6 +50,7 @@ BY_NAME: dict[str, type[HeadwayError]] = {
         DeadlineExceeded,
         RequestRefused,
         WeightMismatch,
+        OutOfMemory,
         InvariantBroken,
         RunFailed,
     )

@@ -12,7 +12,8 @@ Invariant that lives here:
 import mmap
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ _ALIGNMENT = 64
 
 def fingerprint(tensor: Tensor) -> str:
     """A checksum over the tensor's bytes."""
-    return str(xxhash.xxh3_64_hexdigest(_bytes(tensor)))
+    return str(xxhash.xxh3_64_hexdigest(bytes_of(tensor)))
 
 
 def digest(fingerprints: Mapping[str, str]) -> str:
@@ -50,7 +51,8 @@ def fingerprints(tensors: Mapping[str, Tensor], on_device: bool = False) -> dict
     return {name: prints[id(tensor)] for name, tensor in tensors.items()}
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's numbers as they lie in memory, on the host."""
     array: NDArray[np.uint8] = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return array.data
 
@@ -95,7 +97,7 @@ class Publisher:
         infos: list[TensorInfo] = []
         prints: dict[int, str] = {}
         for name, tensor in tensors.items():
-            data = _bytes(tensor.detach())
+            data = bytes_of(tensor.detach())
             start = placed[id(tensor)]
             if id(tensor) not in prints:
                 buffer.memory[start : start + len(data)] = data
@@ -113,6 +115,28 @@ class Publisher:
         for buffer in self._buffers:
             buffer.close()
         self._buffers.clear()
+
+
+def as_part(update: WeightUpdate, rows: Mapping[str, tuple[range, int]]) -> WeightUpdate:
+    """One rank's update as part of the whole, given which rows it has of each tensor and how many there are."""
+    pieces = []
+    for info in update.tensors:
+        mine, num_rows = rows[info.name]
+        pieces.append(replace(info, first_row=mine.start, num_rows=num_rows))
+    return replace(update, tensors=tuple(pieces))
+
+
+def joined(parts: Sequence[WeightUpdate]) -> WeightUpdate:
+    """The update that the ranks published together."""
+    return WeightUpdate(parts[0].version, parts[0].kind, "parts", "", (), tuple(parts))
+
+
+def open_pieces(update: WeightUpdate) -> list[tuple[TensorInfo, Tensor]]:
+    """All tensors of an update and its parts, or pieces of them, each with what is known of it."""
+    if update.parts:
+        return [piece for part in update.parts for piece in open_pieces(part)]
+    opened = open_update(update)
+    return [(info, opened[info.name]) for info in update.tensors]
 
 
 def open_update(update: WeightUpdate) -> dict[str, Tensor]:
@@ -149,30 +173,51 @@ class ShadowWeights:
     def stage(self, update: WeightUpdate) -> None:
         """Copy the update into the shadow set and check every byte of it; the live set is untouched."""
         self.staged_version = None
-        published = open_update(update)
-        self._check_kinds(update.version, published)
-        for key, (name, parameter) in {id(p): (name, p) for name, p in self._live.items()}.items():
-            if key not in self._shadow:
-                self._shadow[key] = torch.empty_like(parameter.data)
-            self._shadow[key].copy_(published[name])
-        # Taken from the tensor each name will run, not from what was copied: tied here, two tensors may have arrived.
-        shadows = {name: self._shadow[id(parameter)] for name, parameter in self._live.items()}
-        self._fingerprints = fingerprints(shadows, on_device=update.transport == "cuda")
+        published = open_pieces(update)
+        self._check_kinds(update.version, [info for info, _ in published])
+        copied: dict[tuple[int, int], Tensor] = {}
+        shadows: dict[str, Tensor] = {}
+        for info, tensor in published:
+            place = id(self._live[info.name]), info.first_row
+            if place not in copied:
+                copied[place] = self._rows(info).copy_(tensor)
+            # That which the name will run, not what was published under it: tied here, two tensors may have arrived.
+            shadows[info.key] = copied[place]
+        self._fingerprints = fingerprints(shadows, on_device=(update.parts or (update,))[0].transport == "cuda")
         wrong = [name for name, value in update.fingerprints.items() if self._fingerprints[name] != value]
         if wrong:
             raise WeightMismatch(f"version {update.version}: {wrong[0]} arrived with another checksum than published")
         self.staged_version = update.version
 
-    def _check_kinds(self, version: int, published: Mapping[str, Tensor]) -> None:
+    def _rows(self, info: TensorInfo) -> Tensor:
+        """Where a tensor, or a piece of one, belongs in the shadow set."""
+        parameter = self._live[info.name]
+        if id(parameter) not in self._shadow:
+            self._shadow[id(parameter)] = torch.empty_like(parameter.data)
+        whole = self._shadow[id(parameter)]
+        return whole if info.num_rows is None else whole[info.rows.start : info.rows.stop]
+
+    def _check_kinds(self, version: int, pieces: list[TensorInfo]) -> None:
+        """That names, types and shapes are those of the live set, and that no row is missing or comes twice."""
+        published: dict[str, list[TensorInfo]] = {}
+        for info in pieces:
+            published.setdefault(info.name, []).append(info)
         differing = sorted(self._live.keys() ^ published.keys())
         if differing:
             raise WeightMismatch(
                 f"version {version}: published and loaded tensors differ by name, first {differing[0]}"
             )
         for name, parameter in self._live.items():
-            theirs, ours = (f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (published[name], parameter))
-            if theirs != ours:
-                raise WeightMismatch(f"version {version}: {name} was published as {theirs}, loaded as {ours}")
+            ours = f"{parameter.dtype} {tuple(parameter.shape)}"
+            for info in published[name]:
+                theirs = f"torch.{info.dtype} {info.whole_shape}"
+                if theirs != ours:
+                    raise WeightMismatch(f"version {version}: {name} was published as {theirs}, loaded as {ours}")
+            expected = 0
+            for info in sorted(published[name], key=lambda info: info.first_row):
+                expected = info.rows.stop if info.first_row == expected else -1
+            if expected != len(parameter):
+                raise WeightMismatch(f"version {version}: the pieces of {name} do not make a whole")
 
     def staged(self, parameter: Tensor) -> Tensor:
         """What a parameter will be after the swap."""
