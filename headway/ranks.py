@@ -47,9 +47,11 @@ class Rank:
         section: TrainerSection,
         algorithm: AlgorithmSection,
         publish_on_device: bool,
+        token_budget: int,
     ):
         ranks = join(place, find_device("trainer.device", section.device, DTYPES[model.dtype]))
         self.trainer = Trainer(model, section, algorithm, None, publish_on_device, ranks)
+        self.trainer.token_budget = token_budget
 
     async def close(self) -> None:
         await self.trainer.close()
@@ -116,6 +118,7 @@ class RankedTrainer:
         self._model, self._section, self._algorithm = model, section, algorithm
         self._worst_staleness, self._publish_on_device = worst_staleness, publish_on_device
         self._directory, self._deadline_s = directory, deadline_s
+        self._token_budget = section.token_budget
         self._cost = partial(flops, shape=model_shape(load_config(model.path)))
         self._names = list(section.placement)
         self._meeting: Meeting | None = None
@@ -131,9 +134,8 @@ class RankedTrainer:
 
     async def _start_rank(self, place: Place, device: str) -> Rank:
         section = self._section.model_copy(update={"device": device, "ranks": 1})
-        sections = self._model, section, self._algorithm, self._publish_on_device
-        name = self._names[place.rank]
-        return await self._runtime.start(name, self._rank_class, place, *sections, threads=section.threads)
+        given = place, self._model, section, self._algorithm, self._publish_on_device, self._token_budget
+        return await self._runtime.start(self._names[place.rank], self._rank_class, *given, threads=section.threads)
 
     async def end(self) -> None:
         """End all ranks at once, whatever they are doing."""
@@ -206,12 +208,11 @@ class RankedTrainer:
         rescued = self._directory / _RESCUED
         # Nothing is left to wait for: the other ranks are stuck in a pass.
         try:
-            budget = smaller_budget(self._section.token_budget, longest)
+            self._token_budget = smaller_budget(self._token_budget, longest)
             await self._save("rescue", rescued)
         except HeadwayError as error:
             raise await self._fail(error) from None
         await self.end()
-        self._section = self._section.model_copy(update={"token_budget": budget})
         await self.start()
         await self.load(str(rescued))
         await asyncio.to_thread(shutil.rmtree, rescued)

@@ -94,7 +94,7 @@ class Trainer:
         if section.compile and self.device.type == "cuda" and self._dtype != torch.float32:
             compile_blocks(self._model)
         self.optimizer = adamw(self.masters.named.values(), section, section.lr)
-        self._token_budget = section.token_budget
+        self.token_budget = section.token_budget
         self._cost = partial(flops, shape=model_shape(self._model.config))
         self._publish_on_device = publish_on_device
         self._publisher = _make_publisher(self.device, publish_on_device)
@@ -157,8 +157,8 @@ class Trainer:
             except torch.OutOfMemoryError as error:
                 # The others wait for this rank in the middle of a pass: only beginning anew can bring them together.
                 if self.ranks.num > 1:
-                    raise OutOfMemory(f"micro-batches of {self._token_budget} tokens do not fit: {error}") from error
-                self._token_budget = smaller_budget(self._token_budget, share.longest)
+                    raise OutOfMemory(f"micro-batches of {self.token_budget} tokens do not fit: {error}") from error
+                self.token_budget = smaller_budget(self.token_budget, share.longest)
             self.optimizer.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
 
@@ -217,7 +217,10 @@ class Trainer:
         return _Outcome(denominator, metrics), spoilt
 
     def _pack(self, samples: Listed[Sample]) -> list[MicroBatch]:
-        return micro_batches(samples, self._token_budget, self._cost, self.device, self.ranks.most)
+        longest = max((len(sample.tokens) for sample in samples), default=0)
+        # Where too little memory has lowered the budget, a longer sequence than were known then may still come.
+        budget = max(self.token_budget, min(longest, self.section.token_budget))
+        return micro_batches(samples, budget, self._cost, self.device, self.ranks.most)
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         out: tuple[Tensor, Tensor] = self.policy(*micro_batch.forward_arguments)

@@ -27,10 +27,10 @@ class ProbeRank(Rank):
         section: TrainerSection,
         algorithm: AlgorithmSection,
         publish_on_device: bool,
+        token_budget: int,
     ):
-        super().__init__(place, model, section, algorithm, publish_on_device)
+        super().__init__(place, model, section, algorithm, publish_on_device, token_budget)
         self._first = self.trainer._snapshot()
-        self._most_tokens = 0
         if os.environ.get("HEADWAY_TEST_SHORT_OF_MEMORY") == str(place.rank):
             self._have_room_for(60)
 
@@ -41,7 +41,7 @@ class ProbeRank(Rank):
     def _begin(self, section: TrainerSection, algorithm: AlgorithmSection) -> None:
         trainer = self.trainer
         trainer.section, trainer.algorithm, trainer.version = section, algorithm, 0
-        trainer._token_budget = section.token_budget
+        trainer.token_budget = section.token_budget
         trainer.optimizer = adamw(trainer.masters.named.values(), section, section.lr)
         trainer._restore(self._first)
         trainer._publisher.close()
@@ -62,6 +62,12 @@ class ProbeRank(Rank):
         def forward(micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
             os.kill(os.getpid(), number)
             return Trainer._forward(self.trainer, micro_batch)
+
+        self.trainer._forward = forward  # type: ignore[method-assign]
+
+    async def break_in_the_next_pass(self, message: str) -> None:
+        def forward(micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+            raise ZeroDivisionError(message)
 
         self.trainer._forward = forward  # type: ignore[method-assign]
 

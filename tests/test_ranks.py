@@ -258,7 +258,7 @@ def test_no_rank_publishes_more_than_its_rows(stage: Stage) -> None:
         assert os.stat(part.location).st_size <= sum(sizes.values()) / 2 + 64 * len(weights)
     for name, tensor in weights.items():
         pieces = [info for info in update.pieces if info.name == name]
-        assert [info.rows for info in pieces] == [range(0, len(tensor) // 2), range(len(tensor) // 2, len(tensor))]
+        assert [info.rows for info in pieces] == [range(len(tensor) // 2), range(len(tensor) // 2, len(tensor))]
         assert all(info.whole_shape == tuple(tensor.shape) for info in pieces)
     assert {key for key in update.fingerprints if key.startswith("model.norm")} == {
         "model.norm.weight[0:32]",
@@ -351,7 +351,7 @@ def test_each_rank_writes_its_own_rows_and_nothing_twice(stage: Stage, tmp_path:
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == names
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     whole = checkpoint.load(tmp_path / "a")
-    rows = {name: 0 for name in whole.tensors}
+    rows = dict.fromkeys(whole.tensors, 0)
     for file in names[1:]:
         with safe_open(tmp_path / "a" / file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118
