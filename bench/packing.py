@@ -8,7 +8,7 @@ the count of `headway bench trainer`.
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,15 +66,16 @@ def arrangements(cost: Callable[[int], float], longest: int) -> dict[str, Arrang
 
 
 def arranged_trainer() -> "type[Any]":
-    from headway.microbatch import MicroBatch, Sample, assemble
+    from headway.microbatch import MicroBatch, assemble
     from headway.trainer import Trainer
+    from headway.types import Sample
 
     class ArrangedTrainer(Trainer):
         """A trainer that packs as it is told."""
 
         arrange: Arrange
 
-        def _pack(self, samples: list[Sample]) -> list[MicroBatch]:
+        def _pack(self, samples: Sequence[Sample]) -> list[MicroBatch]:
             lengths = [len(sample.tokens) for sample in samples]
             parts = self.arrange(lengths, self.section.token_budget)
             return [assemble([samples[i] for i in part], self.device) for part in parts]

@@ -1,37 +1,56 @@
 """Checkpoints: two slots by turns, each written whole or not at all, and models as ordinary transformers directories.
 
-A slot holds one safetensors file and a small JSON file with a checksum of every tensor; it is made beside the old one,
-brought to disk and renamed into place. A kill at any moment leaves at least one whole slot, and a damaged one is
-recognised, named and passed over. Prompts and groups are not in here: the event log has them.
+A slot holds a safetensors file for each trainer rank, with the rows of every tensor that the rank holds, and a small
+JSON file with a checksum of each; it is made beside the old one, brought to disk and renamed into place. A kill at any
+moment leaves at least one whole slot, and a damaged one is recognised, named and passed over. However many ranks wrote
+it, any number can read it, each its own rows. Prompts and groups are not in here: the event log has them.
 """
 
+import copy
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from headway.codec import noun
 from headway.errors import ConfigError, HeadwayError
 from headway.events import fsync_directory
-from headway.weights import fingerprints
+from headway.weights import bytes_of, fingerprints
 
 SLOTS = ("a", "b")
 _TENSORS, _DESCRIPTION = "state.safetensors", "checkpoint.json"
+_WEIGHTS = "model.safetensors"
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # as safetensors writes them
 
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """The rows that were asked for, and the whole shapes of all tensors there are."""
+
     version: int
     tensors: dict[str, Tensor]
+    shapes: dict[str, tuple[int, ...]]
     extra: dict[str, Any]
+
+
+@noun
+class Part:
+    """One file of a slot: what is known of each tensor in it."""
+
+    file: str
+    tensors: dict[str, dict[str, Any]]
 
 
 def slot_for(num_saved: int) -> str:
@@ -39,38 +58,119 @@ def slot_for(num_saved: int) -> str:
 
 
 def save(directory: Path, version: int, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> None:
-    """Write a slot: beside its final place first, then renamed."""
+    """Write a slot of whole tensors."""
+    unfinished = begin(directory)
+    finish(unfinished, directory, version, [write_part(unfinished, _TENSORS, tensors, {})], extra)
+
+
+def begin(directory: Path) -> Path:
+    """An empty place beside the final one, for the parts of a slot or for a model."""
     unfinished = directory.with_name(directory.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
+    return unfinished
+
+
+def write_part(
+    unfinished: Path, file: str, tensors: Mapping[str, Tensor], pieces: Mapping[str, tuple[int, int]]
+) -> Part:
+    """Write one file of a slot; of a piece, `pieces` has the first row and how many rows the whole tensor has."""
     plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    save_file(plain, unfinished / _TENSORS)
-    description = {"version": version, "tensors": _signatures(plain), "extra": extra}
+    save_file(plain, unfinished / file)
+    described = {}
+    for name, signature in _signatures(plain).items():
+        first_row, num_rows = pieces.get(name, (0, len(plain[name]) if plain[name].ndim else 0))
+        described[name] = signature | {"first_row": first_row, "num_rows": num_rows}
+    return Part(file, described)
+
+
+def finish(unfinished: Path, directory: Path, version: int, parts: Iterable[Part], extra: dict[str, Any]) -> None:
+    """All parts are written: describe them, and let them take the place of what the slot held before."""
+    files = {part.file: part.tensors for part in parts}
+    description = {"version": version, "files": files, "extra": extra}
     (unfinished / _DESCRIPTION).write_text(json.dumps(description | {"checksum": _checksum(description)}))
     replace(unfinished, directory)
 
 
-def load(directory: Path) -> Checkpoint:
-    """Read a slot and check every tensor of it."""
+def _every_row(name: str, num_rows: int) -> range:
+    return range(num_rows)
+
+
+def load(directory: Path, rows: Callable[[str, int], range] = _every_row) -> Checkpoint:
+    """Read a slot, of each tensor the `rows` wanted, given its name and how many it has; what is read is checked."""
     try:
         description = json.loads((directory / _DESCRIPTION).read_text())
         checksum = description.pop("checksum")
-        tensors = load_file(directory / _TENSORS)
+        if checksum != _checksum(description):
+            raise HeadwayError(f"checkpoint {directory} is damaged: {_DESCRIPTION} is not as it was saved")
+        reader = _Reader(directory, rows)
+        for file, described in description["files"].items():
+            reader.read(file, described)
+        reader.check_complete()
     except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
         raise HeadwayError(f"checkpoint {directory} cannot be read ({error})") from error
-    if checksum != _checksum(description):
-        raise HeadwayError(f"checkpoint {directory} is damaged: {_DESCRIPTION} is not as it was saved")
-    expected, found = description["tensors"], _signatures(tensors)
-    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    if wrong:
-        raise HeadwayError(f"checkpoint {directory} is damaged: {wrong[0]} is not as it was saved")
-    return Checkpoint(description["version"], tensors, description["extra"])
+    return Checkpoint(description["version"], reader.tensors, reader.shapes, description["extra"])
 
 
-def _signatures(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+class _Reader:
+    """Puts the wanted rows of each tensor together from the files of a slot."""
+
+    def __init__(self, directory: Path, rows: Callable[[str, int], range]):
+        self._directory, self._rows = directory, rows
+        self._num_missing: Counter[str] = Counter()
+        self.tensors: dict[str, Tensor] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def read(self, file: str, described: dict[str, dict[str, Any]]) -> None:
+        with safe_open(self._directory / file, framework="pt") as opened:
+            for name in sorted(described.keys() ^ set(opened.keys())):
+                raise self._damaged(name)
+            for name, piece in described.items():
+                self._read_piece(opened, name, piece)
+
+    def _read_piece(self, opened: Any, name: str, piece: dict[str, Any]) -> None:
+        """Take what is wanted of one piece. A piece of which nothing is wanted is left to the rank that wants it."""
+        shape, first = piece["shape"], piece["first_row"]
+        whole = (piece["num_rows"], *shape[1:]) if shape else ()
+        here = range(first, first + shape[0]) if shape else range(1)
+        wanted = self._rows(name, whole[0]) if whole else here
+        if name not in self.shapes:
+            self.shapes[name], self._num_missing[name] = whole, len(wanted)
+            if here != wanted:
+                self.tensors[name] = torch.empty((len(wanted), *whole[1:]), dtype=_dtype(piece["dtype"]))
+        both = range(max(here.start, wanted.start), min(here.stop, wanted.stop))
+        if not both:
+            return
+        tensor = opened.get_tensor(name)
+        if any(piece[key] != value for key, value in _signatures({name: tensor})[name].items()):
+            raise self._damaged(name)
+        self._num_missing[name] -= len(both)
+        if here == wanted:
+            self.tensors[name] = tensor
+        else:
+            taken = tensor[both.start - here.start : both.stop - here.start]
+            self.tensors[name][both.start - wanted.start : both.stop - wanted.start] = taken
+
+    def check_complete(self) -> None:
+        for name, num_missing in self._num_missing.items():
+            if num_missing:
+                raise self._damaged(name)
+
+    def _damaged(self, name: str) -> HeadwayError:
+        return HeadwayError(f"checkpoint {self._directory} is damaged: {name} is not as it was saved")
+
+
+def _dtype(name: str) -> torch.dtype:
+    return cast(torch.dtype, getattr(torch, name.removeprefix("torch.")))
+
+
+def _signatures(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     """Type, shape and checksum of each tensor: a damaged header can turn the same bytes into other numbers."""
     prints = fingerprints(tensors)
-    return {name: f"{tensor.dtype} {tuple(tensor.shape)} {prints[name]}" for name, tensor in tensors.items()}
+    return {
+        name: {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "fingerprint": prints[name]}
+        for name, tensor in tensors.items()
+    }
 
 
 def _checksum(description: dict[str, Any]) -> str:
@@ -80,11 +180,60 @@ def _checksum(description: dict[str, Any]) -> str:
 def save_model(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """An ordinary transformers directory, complete or absent."""
     check_replaceable(directory)
-    unfinished = directory.with_name(directory.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished = begin(directory)
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     replace(unfinished, directory)
+
+
+def describe_model(
+    directory: Path, model: PreTrainedModel, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """All of a transformers directory but the numbers: those, its ranks write with `write_rows`."""
+    config = copy.deepcopy(model.config)
+    config.dtype, config.architectures = dtype, [type(model).__name__]
+    config.save_pretrained(directory)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    header, _, num_bytes = _layout(model, dtype)
+    with open(directory / _WEIGHTS, "wb") as file:
+        file.write(header)
+        file.truncate(num_bytes)
+
+
+def write_rows(
+    directory: Path, model: PreTrainedModel, dtype: torch.dtype, rows: Mapping[str, tuple[int, Tensor]]
+) -> None:
+    """Write rows of tensors, each from its first one on, into the weights that `describe_model` made room for.
+
+    Rows of dimension 0 lie one after the other in the file, so that no rank ever needs another's.
+    """
+    _, starts, _ = _layout(model, dtype)
+    with open(directory / _WEIGHTS, "r+b") as file:
+        for name in starts.keys() & rows.keys():
+            first_row, tensor = rows[name]
+            file.seek(starts[name] + first_row * tensor[0].numel() * dtype.itemsize)
+            file.write(bytes_of(tensor))
+
+
+def _layout(model: PreTrainedModel, dtype: torch.dtype) -> tuple[bytes, dict[str, int], int]:
+    """The header of a safetensors file of the whole model, where each tensor begins, and how long the file is."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}
+    end = 0
+    for name, parameter in model.named_parameters():
+        starts[name] = end
+        end += parameter.shape.numel() * dtype.itemsize
+        entries[name] = {
+            "dtype": _DTYPES[dtype],
+            "shape": list(parameter.shape),
+            "data_offsets": [starts[name], end],
+        }
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    header = struct.pack("<Q", len(text)) + text
+    return header, {name: len(header) + start for name, start in starts.items()}, len(header) + end
 
 
 def check_replaceable(directory: Path) -> None:

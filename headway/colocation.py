@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 def shares_gpu(config: Config) -> bool:
     """Whether several processes of the run compute on one GPU."""
-    devices = [*config.engine.placement.values(), config.trainer.device]
+    devices = [*config.engine.placement.values(), *config.trainer.placement.values()]
     gpus = [{"cuda": "cuda:0"}.get(device, device) for device in devices if device != "cpu"]
     return config.run.runtime != "inline" and len(set(gpus)) < len(gpus)
 

@@ -88,6 +88,16 @@ class RewardSection(Section):
     retries: int = Field(1, ge=0, le=10, description="how often a verifier that broke is asked again")
 
 
+def _devices(knob: str) -> list[str]:
+    """The devices that are named."""
+    return [name.strip() for name in knob.split(",")]
+
+
+def _placement(kind: str, count: int, devices: list[str]) -> dict[str, str]:
+    names = [kind] if count == 1 else [f"{kind}-{number}" for number in range(count)]
+    return {name: devices[number % len(devices)] for number, name in enumerate(names)}
+
+
 class EngineSection(Section):
     kind: Literal["embedded", "fake"] = Field(
         "embedded", description="who generates: the embedded engine, or a stand-in"
@@ -108,14 +118,12 @@ class EngineSection(Section):
 
     @property
     def devices(self) -> list[str]:
-        """The devices that are named."""
-        return [name.strip() for name in self.device.split(",")]
+        return _devices(self.device)
 
     @property
     def placement(self) -> dict[str, str]:
         """Each engine's name and its device: those named, by turns."""
-        names = ["engine"] if self.count == 1 else [f"engine-{number}" for number in range(self.count)]
-        return {name: self.devices[number % len(self.devices)] for number, name in enumerate(names)}
+        return _placement("engine", self.count, self.devices)
 
 
 class StalenessSection(Section):
@@ -124,7 +132,8 @@ class StalenessSection(Section):
 
 
 class TrainerSection(Section):
-    device: str = Field("cpu", description="where it computes: cpu, cuda or cuda:1")
+    ranks: int = Field(1, ge=1, le=256, description="processes that train together, each with its share of the weights")
+    device: str = Field("cpu", description="where ranks compute: cpu, cuda, cuda:1, or several by turns: cuda:0,cuda:1")
     batch_groups: int = Field(32, ge=1, description="groups per training step (B)")
     minibatches: int = Field(1, ge=1, description="optimizer steps per training step")
     token_budget: int = Field(8192, ge=16, description="most tokens in one micro-batch")
@@ -138,8 +147,17 @@ class TrainerSection(Section):
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     compile: bool = Field(True, description="compile the model's blocks on a GPU: faster, after a slow first step")
     logprob_chunk: int = Field(2048, ge=1, description="tokens whose logits exist at one time")
-    threads: int = Field(2, ge=1, description="CPU threads of the trainer")
+    threads: int = Field(2, ge=1, description="CPU threads of a trainer rank")
     max_skipped: int = Field(3, ge=1, description="non-finite steps in a row that end the run")
+
+    @property
+    def devices(self) -> list[str]:
+        return _devices(self.device)
+
+    @property
+    def placement(self) -> dict[str, str]:
+        """Each rank's name and its device: those named, by turns."""
+        return _placement("trainer", self.ranks, self.devices)
 
 
 class WeightsSection(Section):
@@ -357,10 +375,26 @@ def _check_contradictions(config: Config, where: str) -> None:
         "raise count or name fewer": len(config.engine.devices) > config.engine.count,
     }
     named = [("engine.device", device) for device in config.engine.devices]
-    for knob, device in [*named, ("trainer.device", config.trainer.device)]:
+    for knob, device in [*named, *(("trainer.device", device) for device in trainer.devices)]:
         sentence = f"{knob} = {device} is neither cpu nor cuda nor a GPU by number, such as cuda:1; set one of them"
         problems[sentence] = not re.fullmatch(r"cpu|cuda(:\d+)?", device)
     problems |= _contradictions_of_weights(config.weights)
+    problems |= _contradictions_of_ranks(config)
     for sentence, wrong in problems.items():
         if wrong:
             raise ConfigError(f"{where}: {sentence}")
+
+
+def _contradictions_of_ranks(config: Config) -> dict[str, object]:
+    section = config.trainer
+    gpus = {{"cuda": "cuda:0"}.get(device, device) for device in section.devices} - {"cpu"}
+    return {
+        f"trainer.device = {section.device} names more devices than trainer.ranks = {section.ranks}; "
+        "raise ranks or name fewer": len(section.devices) > section.ranks,
+        f"trainer.device = {section.device} mixes cpu and GPUs, and ranks of one kind cannot talk to the other; "
+        "name one kind": gpus and "cpu" in section.devices,
+        f"trainer.ranks = {section.ranks} need a GPU each, and trainer.device = {section.device} names {len(gpus)}; "
+        "name more or lower ranks": 0 < len(gpus) < section.ranks,
+        f"trainer.ranks = {section.ranks} are processes, and run.runtime = inline has one; "
+        "set run.runtime = local or ranks = 1": section.ranks > 1 and config.run.runtime == "inline",
+    }

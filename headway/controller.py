@@ -32,6 +32,7 @@ from headway.engine import Engine
 from headway.errors import DeadlineExceeded, RunFailed, WeightMismatch, WorkerDied
 from headway.evaluate import evaluate
 from headway.prompts import PromptStream
+from headway.ranks import RankedTrainer
 from headway.record import RunLog
 from headway.rollout import RolloutWorker
 from headway.staleness import StalenessControl
@@ -46,7 +47,7 @@ class Workers:
     """Handles to everything the controller moves groups between."""
 
     engines: dict[str, Engine]
-    trainer: Trainer
+    trainer: Trainer | RankedTrainer
     rollout: list[RolloutWorker]
     failure: Callable[[], Awaitable[WorkerDied]]
 

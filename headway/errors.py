@@ -33,6 +33,10 @@ class WeightsUnreachable(HeadwayError):
     """Published weights could not be fetched from any of the places they lie in; what was fetched is not used."""
 
 
+class OutOfMemory(HeadwayError):
+    """One of several trainer ranks ran out of GPU memory; smaller micro-batches may fit."""
+
+
 class InvariantBroken(HeadwayError):
     """A promise Headway makes about its own data did not hold; the run stops rather than train on it."""
 
@@ -51,6 +55,7 @@ BY_NAME: dict[str, type[HeadwayError]] = {
         RequestRefused,
         WeightMismatch,
         WeightsUnreachable,
+        OutOfMemory,
         InvariantBroken,
         RunFailed,
     )

@@ -1,20 +1,20 @@
 """Starts the workers of a run through a runtime, each with what the config gives it: all at once, and all or none."""
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headway.colocation import side_by_side
 from headway.config import Config, WeightsSection
 from headway.engine import Engine
 from headway.errors import ConfigError
-from headway.runtime import InlineRuntime, LocalRuntime, Runtime, with_deadline
+from headway.runtime import InlineRuntime, LocalRuntime, Runtime, together, with_deadline
 from headway.weight_stream import is_loopback
 
 if TYPE_CHECKING:
     from headway.controller import Workers
+    from headway.ranks import RankedTrainer
     from headway.rollout import RolloutWorker
     from headway.trainer import Trainer
 
@@ -43,7 +43,7 @@ async def open_runtime(config: Config, directory: Path) -> AsyncIterator[Runtime
 async def start_generation(runtime: Runtime, config: Config) -> "tuple[dict[str, Engine], list[RolloutWorker]]":
     """The engines by name, all started at the same time, and the rollout workers that ask them."""
     placement = config.engine.placement
-    started = await _together(*(_start_engine(runtime, config, *placed) for placed in placement.items()))
+    started = await together(*(_start_engine(runtime, config, *placed) for placed in placement.items()))
     engines: dict[str, Engine] = dict(zip(placement, started, strict=True))
     return engines, await _start_rollout(runtime, config, engines)
 
@@ -72,29 +72,28 @@ def _kv_share(config: Config, device: str) -> float:
     def is_here(other: str) -> bool:
         return {"cuda": "cuda:0"}.get(other, other) == {"cuda": "cuda:0"}.get(device, device)
 
-    share = _SHARED_KV_SHARE if is_here(config.trainer.device) else _KV_SHARE
+    share = _SHARED_KV_SHARE if any(map(is_here, config.trainer.devices)) else _KV_SHARE
     return share / sum(map(is_here, config.engine.placement.values()))
 
 
-async def start_trainer(runtime: Runtime, config: Config, worst_staleness: int | None) -> "Trainer":
+async def start_trainer(runtime: Runtime, config: Config, worst_staleness: int | None) -> "Trainer | RankedTrainer":
+    """One rank, or several that look like one."""
+    from headway.ranks import RankedTrainer
     from headway.trainer import Trainer
 
-    return await runtime.start(
-        "trainer",
-        Trainer,
-        config.model,
-        config.trainer,
-        config.algorithm,
-        worst_staleness,
-        how_weights_travel(config, runtime.num_machines),
-        threads=config.trainer.threads,
-    )
+    weights = how_weights_travel(config, runtime.num_machines)
+    sections = config.model, config.trainer, config.algorithm, worst_staleness, weights
+    if config.trainer.ranks == 1:
+        return await runtime.start("trainer", Trainer, *sections, threads=config.trainer.threads)
+    trainer = RankedTrainer(runtime, *sections, Path(config.run.dir) / "checkpoint", config.run.deadline_s)
+    await trainer.start()
+    return trainer
 
 
 def how_weights_travel(config: Config, num_machines: int) -> WeightsSection:
     """The config's section with nothing left open: by the shortest way that reaches every engine, unless it says."""
     section = config.weights
-    gpus_only = "cpu" not in (config.trainer.device, *config.engine.placement.values())
+    gpus_only = "cpu" not in (*config.trainer.devices, *config.engine.placement.values())
     if section.transport != "auto":
         transport = section.transport
     elif num_machines > 1:
@@ -134,24 +133,12 @@ async def _start_rollout(runtime: Runtime, config: Config, engines: dict[str, En
         for number in range(config.rollout.workers)
     )
     # Its own calls, to the engines and the reward pool, must expire first, so that whoever is silent is named.
-    return [with_deadline(worker, 2 * config.run.deadline_s) for worker in await _together(*started)]
+    return [with_deadline(worker, 2 * config.run.deadline_s) for worker in await together(*started)]
 
 
 async def start_all(runtime: Runtime, config: Config, worst_staleness: int | None) -> "Workers":
     from headway.controller import Workers
 
     generation, training = start_generation(runtime, config), start_trainer(runtime, config, worst_staleness)
-    (engines, rollout), trainer = await _together(generation, training)
+    (engines, rollout), trainer = await together(generation, training)
     return Workers(engines, trainer, rollout, runtime.failure)
-
-
-async def _together(*starts: Awaitable[Any]) -> list[Any]:
-    """All results; when one fails, the others are ended first, so that no worker starts after the end of the run."""
-    tasks = [asyncio.ensure_future(start) for start in starts]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -107,12 +107,13 @@ def _samplings(config: Config, stops: tuple[int, ...]) -> tuple[Sampling, Sampli
 def check_devices(config: Config) -> None:
     """That the devices named are there and can do what is asked of them."""
     devices = config.engine.devices
-    if {*devices, config.trainer.device} == {"cpu"}:
+    if {*devices, *config.trainer.devices} == {"cpu"}:
         return
     from headway.models import DTYPES, find_device
 
-    for knob, name in [*(("engine.device", device) for device in devices), ("trainer.device", config.trainer.device)]:
-        find_device(knob, name, DTYPES[config.model.dtype])
+    for knob, names in (("engine.device", devices), ("trainer.device", config.trainer.devices)):
+        for name in names:
+            find_device(knob, name, DTYPES[config.model.dtype])
     if config.run.deterministic and set(devices) != {"cpu"}:
         raise ConfigError("run.deterministic is bit for bit on a CPU only; set engine.device = cpu, or turn it off")
 

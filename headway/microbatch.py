@@ -1,10 +1,15 @@
 """A batch as packed tensors: what the trainer feeds to the model.
 
+Over several ranks, samples are dealt out by whole sequences and equal work, and every rank makes the same number of
+micro-batches of its share, because all of them have to take part in every pass. One that has too few samples fills up
+with micro-batches in which nothing is trained.
+
 Shape suffixes: T packed tokens of one micro-batch, M the sampled tokens among them.
 """
 
 import math
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,19 +22,10 @@ from headway.advantages import batch_advantages
 from headway.config import AlgorithmSection
 from headway.models import CPU, to_device
 from headway.packing import pack
-from headway.types import Batch, Floats, Group, Ints
+from headway.types import Batch, Group, Sample, Share
 
-
-@dataclass(eq=False)
-class Sample:
-    """One sequence with something to learn from: `where` are the places of its trained tokens."""
-
-    tokens: Ints
-    where: NDArray[np.int64]
-    behaviour: Floats
-    versions: Ints
-    advantage: float
-    temperature: float
+_BLANK = Sample(np.zeros(2, np.int32), np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.int32), 0.0, 1.0)
+"""Nothing in it is trained. Two tokens: with one, compiled blocks would be compiled anew."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,22 +74,66 @@ def minibatches_of(batch: Batch, algorithm: AlgorithmSection, num_minibatches: i
     return [[sample for group in groups for sample in samples_of(group, advantages)] for groups in dealt]
 
 
+def shares_of(
+    batch: Batch, algorithm: AlgorithmSection, num_minibatches: int, num_ranks: int, cost: Callable[[int], float]
+) -> list[Share]:
+    """What each rank gets of a batch; a minibatch in which nothing was said is left out."""
+    minibatches = [part for part in minibatches_of(batch, algorithm, num_minibatches) if part]
+    everything = [sample for part in minibatches for sample in part]
+    about_all = (
+        tuple(sum(len(sample.where) for sample in part) for part in minibatches),
+        batch.num_sampled,
+        max((len(sample.tokens) for sample in everything), default=0),
+        all(bool(np.isfinite(sample.behaviour).all()) for sample in everything),
+    )
+    dealt = [[[part[i] for i in mine] for mine in deal(_lengths(part), num_ranks, cost)] for part in minibatches]
+    return [Share(batch.version, tuple(tuple(part[rank]) for part in dealt), *about_all) for rank in range(num_ranks)]
+
+
+def deal(lengths: list[int], num_ranks: int, cost: Callable[[int], float]) -> list[list[int]]:
+    """The sequences of each rank: equal work, as nearly as whole sequences allow; a rank may get none."""
+    parts = pack(lengths, max(1, sum(lengths)), num_ranks, cost)
+    return parts + [[] for _ in range(num_ranks - len(parts))]
+
+
 def micro_batches(
-    samples: list[Sample], token_budget: int, cost: Callable[[int], float], device: torch.device = CPU
+    samples: Listed[Sample],
+    token_budget: int,
+    cost: Callable[[int], float],
+    device: torch.device = CPU,
+    most: Callable[[int], int] = int,
 ) -> list[MicroBatch]:
-    parts = arranged([len(sample.tokens) for sample in samples], token_budget, cost)
-    return [assemble([samples[i] for i in indices], device) for indices in parts]
+    """The samples in micro-batches, as many as on the rank that has `most`."""
+    parts = arranged(_lengths(samples), token_budget, cost, most)
+    return [assemble([samples[i] for i in indices] or [_BLANK], device) for indices in parts]
 
 
-def arranged(lengths: list[int], token_budget: int, cost: Callable[[int], float]) -> list[list[int]]:
-    """The sequences of each micro-batch: as few micro-batches as the budget allows, and equal work in each."""
+def arranged(
+    lengths: list[int], token_budget: int, cost: Callable[[int], float], most: Callable[[int], int] = int
+) -> list[list[int]]:
+    """The sequences of each micro-batch: as few micro-batches as the budget allows, and equal work in each.
+
+    `most` gives the largest number of micro-batches on any rank. A rank with fewer cuts its share into that many too,
+    which may take more than that many, so they ask again until all agree.
+    """
     # Opened one by one, the first would take all the long sequences and the last would stay half empty.
-    return pack(lengths, token_budget, max(1, math.ceil(sum(lengths) / token_budget)), cost)
+    parts = pack(lengths, token_budget, max(1, math.ceil(sum(lengths) / token_budget)), cost)
+    agreed = most(len(parts))
+    while True:
+        if len(parts) < agreed:
+            parts = pack(lengths, token_budget, agreed, cost)
+        before, agreed = agreed, most(len(parts))
+        if agreed <= before:
+            return parts + [[] for _ in range(before - len(parts))]
+
+
+def _lengths(samples: Listed[Sample]) -> list[int]:
+    return [len(sample.tokens) for sample in samples]
 
 
 def assemble(samples: list[Sample], device: torch.device) -> MicroBatch:
     """The samples end to end, in the order given, as one micro-batch."""
-    lengths = [len(sample.tokens) for sample in samples]
+    lengths = _lengths(samples)
     starts = np.cumsum([0, *lengths[:-1]])
     counts = [len(sample.where) for sample in samples]
 

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
@@ -439,8 +439,8 @@ def _hand_over_gradient(master: Tensor, parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def shard(policy: Policy, dtype: torch.dtype) -> Masters:
-    """Make the policy compute in `dtype` from fp32 masters: over several ranks by FSDP2, on one rank without it.
+def shard(policy: Policy, dtype: torch.dtype, device: torch.device = CPU) -> Masters:
+    """Make the policy compute on `device` in `dtype` from fp32 masters: over several ranks by FSDP2, on one without it.
 
     FSDP2 keeps the parameters fp32 and casts them where they are gathered. One rank has nothing to gather, and casting
     once a step is cheaper than once a pass. Either way the forward pass uses exactly what is published, and nothing
@@ -448,8 +448,9 @@ def shard(policy: Policy, dtype: torch.dtype) -> Masters:
     """
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if num_ranks == 1:
-        return Masters(policy, None if dtype == torch.float32 else dtype)
-    wrap(policy, init_device_mesh(next(policy.parameters()).device.type, (num_ranks,)), dtype)
+        return Masters(policy.to(device), None if dtype == torch.float32 else dtype)
+    # Not moved there whole: a layer goes to the device as it is cut up, and only a rank's own rows of it stay.
+    wrap(policy, init_device_mesh(device.type, (num_ranks,)), dtype)
     return Masters(policy)
 
 
@@ -465,13 +466,19 @@ def wrap(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         wrapped.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
 
-def shard_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """`value` laid out over the ranks as `parameter` is; a scalar, or beside an unsharded parameter, as it is."""
-    if isinstance(parameter, DTensor) and value.ndim:
-        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
-    return value
+def shard_like(parameter: Tensor, rows: Tensor) -> Tensor:
+    """This rank's `rows` as part of a tensor laid out as `parameter` is; a scalar, or beside a whole one, as it is."""
+    if isinstance(parameter, DTensor) and rows.ndim:
+        mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+        return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
+    return rows
+
+
+def local_rows(tensor: Tensor) -> Tensor:
+    """The rows this rank holds of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded."""
+    """The whole of a tensor that may be sharded: every rank has to ask for it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

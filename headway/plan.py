@@ -32,7 +32,7 @@ def describe(config: Config) -> Plan:
         ("processes", _processes(config)),
         ("devices", _devices(config)),
         ("engine memory", _engine_memory(config, shape, num_parameters)),
-        ("trainer memory", f"{_gigabytes(_MASTER_BYTES * num_parameters)} beside activations"),
+        ("trainer memory", _trainer_memory(config, num_parameters)),
         ("training step", _step(prepared)),
         ("run", f"{config.run.steps} steps = {config.run.steps * config.trainer.batch_groups:,} groups"),
         ("staleness bound η", str(config.staleness.max_staleness)),
@@ -55,13 +55,14 @@ def _processes(config: Config) -> str:
     if config.run.runtime == "inline":
         return "1 (everything inline)"
     engines = "engine" if config.engine.count == 1 else f"{config.engine.count} engines"
-    parts = ["controller", engines, "trainer", "reward pool", f"{config.reward.workers} verifiers"]
+    trainer = "trainer" if config.trainer.ranks == 1 else f"{config.trainer.ranks} trainer ranks"
+    parts = ["controller", engines, trainer, "reward pool", f"{config.reward.workers} verifiers"]
     parts.append(f"{config.rollout.workers} rollout worker{'s' * (config.rollout.workers > 1)}")
     return ", ".join(parts)
 
 
 def _devices(config: Config) -> str:
-    placed = {**config.engine.placement, "trainer": config.trainer.device}
+    placed = {**config.engine.placement, **config.trainer.placement}
     return ", ".join(f"{name} on {device}" for name, device in placed.items())
 
 
@@ -74,6 +75,12 @@ def _engine_memory(config: Config, shape: ModelShape, num_parameters: int) -> st
     rest = f"{_gigabytes(kv)} for keys and values" if kv else "most of the rest for keys and values"
     each = "for each engine " if config.engine.count > 1 else ""
     return f"{each}{_gigabytes(weights)} for two sets of weights, {rest}"
+
+
+def _trainer_memory(config: Config, num_parameters: int) -> str:
+    num_ranks = config.trainer.ranks
+    each = "for each rank " if num_ranks > 1 else ""
+    return f"{each}{_gigabytes(_MASTER_BYTES * num_parameters / num_ranks)} beside activations"
 
 
 def _step(prepared: Prepared) -> str:

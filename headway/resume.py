@@ -19,6 +19,7 @@ from headway.events import Event, read
 from headway.fleet import open_runtime, start_trainer
 from headway.launch import Prepared
 from headway.ledger import RunState, fold, ledger
+from headway.ranks import RankedTrainer
 from headway.record import EVENTS_NAME, RECORD_NAME, Record, RunLog, ShardRef
 from headway.staleness import StalenessControl
 from headway.trainer import Trainer
@@ -32,7 +33,7 @@ async def progress_from(
     log: RunLog,
     state: RunState,
     history: list[Event],
-    trainer: Trainer,
+    trainer: Trainer | RankedTrainer,
     directory: Path,
     view: View,
 ) -> Progress:
@@ -72,7 +73,7 @@ async def progress_from(
     )
 
 
-async def _load_checkpoint(state: RunState, trainer: Trainer, directory: Path, view: View) -> int:
+async def _load_checkpoint(state: RunState, trainer: Trainer | RankedTrainer, directory: Path, view: View) -> int:
     """The newest whole checkpoint; a damaged one is named and passed over; with none, the beginning."""
     for _, slot in state.checkpoints:
         # A damaged slot is a decision: the other one, or the beginning, leads to the same weights.
@@ -86,7 +87,7 @@ async def _load_checkpoint(state: RunState, trainer: Trainer, directory: Path, v
 async def retrain(
     load_group: Callable[[ShardRef], Group],
     state: RunState,
-    trainer: Trainer,
+    trainer: Trainer | RankedTrainer,
     from_version: int,
     progress: Callable[[int, int], None],
 ) -> None:

@@ -15,12 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from headway import checkpoint
 from headway.config import Config
 from headway.errors import ConfigError, HeadwayError
-from headway.microbatch import MicroBatch, Sample, micro_batches
+from headway.microbatch import MicroBatch, micro_batches
 from headway.models import DTYPES, Masters, Policy, build_model, find_device, load_model, model_shape, shard
 from headway.packing import flops
 from headway.prompts import load_rows
 from headway.tokenizer import build_character_tokenizer, encode_prompt, load_tokenizer
 from headway.trainer import adamw, warmed_up
+from headway.types import Sample
 
 Report = Callable[[int, int, float], None]
 
@@ -34,8 +35,9 @@ def sft(config: Config, report: Report) -> tuple[Path, list[float]]:
     checkpoint.check_replaceable(out)
     torch.set_num_threads(config.trainer.threads)
     # A CPU gains nothing from a narrower type here, and loses precision.
-    dtype = torch.float32 if config.trainer.device == "cpu" else DTYPES[config.model.dtype]
-    device = find_device("trainer.device", config.trainer.device, dtype)
+    name = config.trainer.devices[0]
+    dtype = torch.float32 if name == "cpu" else DTYPES[config.model.dtype]
+    device = find_device("trainer.device", name, dtype)
     model, tokenizer = _start(config)
     samples = _samples(config, tokenizer)
     policy = Policy(model, config.trainer.logprob_chunk).train().to(device)

@@ -5,15 +5,20 @@ It is blind to where the data came from. The proximal pass is free in the first 
 training step to the device and reads back once, at its end: whether an optimizer step may move the weights is decided
 on the device.
 
+A trainer is one rank, alone or of several (ranks.py). What several have to agree on is agreed here: how many
+micro-batches there are, the figures of a minibatch, and so whether a step is skipped.
+
 Invariants that live here:
   7. The loss is Eq. 5 (losses.py); what this file adds is that π_prox is the weights before this training step.
- 12. The gradient does not depend on packing: the denominator is the minibatch's number of trained tokens.
+ 12. The gradient does not depend on packing: the denominator is the minibatch's number of trained tokens on all ranks,
+     and gradients add up over them.
  16. Replay: nothing here is random, so the same batches give the same weights.
 """
 
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,10 +29,11 @@ import torch
 from torch import Tensor
 
 from headway import checkpoint
+from headway.collective import Ranks
 from headway.config import AlgorithmSection, ModelSection, TrainerSection, WeightsSection
-from headway.errors import ConfigError, InvariantBroken, RunFailed
+from headway.errors import ConfigError, InvariantBroken, OutOfMemory, RunFailed
 from headway.losses import PolicyLossInput, PolicyLossOutput, decoupled_ppo, merge_metrics, naive_ppo
-from headway.microbatch import MicroBatch, Sample, micro_batches, minibatches_of
+from headway.microbatch import MicroBatch, micro_batches, shares_of
 from headway.models import (
     DTYPES,
     Policy,
@@ -35,6 +41,7 @@ from headway.models import (
     find_device,
     full_tensor,
     load_model,
+    local_rows,
     model_shape,
     named_weights,
     shard,
@@ -43,8 +50,8 @@ from headway.models import (
 from headway.packing import flops
 from headway.runtime import offload
 from headway.tokenizer import load_tokenizer
-from headway.types import Batch, Floats, Ints, Scores, StepReport, WeightUpdate
-from headway.weights import Publisher, digest, fingerprints
+from headway.types import Batch, Floats, Ints, Sample, Scores, Share, StepReport, WeightUpdate, piece_key
+from headway.weights import Publisher, as_part, digest, fingerprints
 
 if TYPE_CHECKING:
     from headway.device_weights import DevicePublisher
@@ -71,25 +78,29 @@ class Trainer:
         algorithm: AlgorithmSection,
         worst_staleness: int | None,
         weights: WeightsSection = _SHARED_MEMORY,
+        ranks: Ranks | None = None,
     ):
         """`weights` says how they travel; besides what a config can name, by "cuda" from GPU to GPU of this machine."""
         self.section, self.algorithm = section, algorithm
         self.worst_staleness = worst_staleness
+        self.ranks = ranks or Ranks()
         self.version = 0
         self._model_path, self._dtype = model.path, DTYPES[model.dtype]
         self.device = find_device("trainer.device", section.device, self._dtype)
         self._publish_on_device = weights.transport == "cuda"
-        self._publisher = _make_publisher(self.device, weights)
+        self._publisher = _make_publisher(self.device, weights, self.ranks)
         self._model = load_model(model.path, torch.float32)
         if section.gradient_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.policy = Policy(self._model, section.logprob_chunk).train().to(self.device)
-        self.masters = shard(self.policy, self._dtype)
+        self.policy = Policy(self._model, section.logprob_chunk).train()
+        self.masters = shard(self.policy, self._dtype, self.device)
         if section.compile and self.device.type == "cuda" and self._dtype != torch.float32:
             compile_blocks(self._model)
         self.optimizer = adamw(self.masters.named.values(), section, section.lr)
-        self._token_budget = section.token_budget
+        self.token_budget = section.token_budget
         self._cost = partial(flops, shape=model_shape(self._model.config))
+        self._before: dict[str, Tensor] | None = None  # the state a training step of several minibatches began with
+        self._read: checkpoint.Checkpoint | None = None
 
     async def close(self) -> None:
         self._publisher.close()
@@ -114,12 +125,17 @@ class Trainer:
 
     def train_batch(self, batch: Batch) -> StepReport:
         """One training step: all minibatches of the batch; adds one version, or none if anything was not finite."""
+        check_staleness(batch, self.worst_staleness)
+        return self.train_share(*shares_of(batch, self.algorithm, self.section.minibatches, 1, self._cost))
+
+    def train_share(self, share: Share) -> StepReport:
+        """This rank's part of a training step; the report is of the whole step, and the same on every rank."""
         started = time.time()
-        self._check(batch)
-        minibatches = [part for part in minibatches_of(batch, self.algorithm, self.section.minibatches) if part]
+        if share.version != self.version:
+            raise InvariantBroken(f"a batch for version {share.version} reached a trainer at version {self.version}")
         # Ratios are clamped, so an infinite one would pass through the loss as a number, and a meaningless one.
-        if all(np.isfinite(sample.behaviour).all() for part in minibatches for sample in part):
-            metrics, skipped = self._train_as_fits(minibatches, batch.version)
+        if share.finite:
+            metrics, skipped = self._train_as_fits(share)
         else:
             metrics, skipped = {}, "a behaviour log-prob is not finite"
         if not skipped:
@@ -127,71 +143,64 @@ class Trainer:
         return StepReport(
             version=self.version,
             skipped=skipped,
-            num_tokens=batch.num_sampled,
+            num_tokens=share.num_sampled,
             started=started,
             seconds=time.time() - started,
             metrics=_per_token(metrics) | {"lr": self.optimizer.param_groups[0]["lr"]},
         )
 
-    def _check(self, batch: Batch) -> None:
-        if batch.version != self.version:
-            raise InvariantBroken(f"a batch for version {batch.version} reached a trainer at version {self.version}")
-        worst = max(batch.staleness, default=0)
-        if self.worst_staleness is not None and worst > self.worst_staleness:
-            raise InvariantBroken(f"a batch is {worst} versions stale, beyond the bound of {self.worst_staleness}")
-
-    def _train_as_fits(self, minibatches: list[list[Sample]], version: int) -> tuple[dict[str, float], str]:
+    def _train_as_fits(self, share: Share) -> tuple[dict[str, float], str]:
         """The step with the micro-batches of the config, or with smaller ones from the first time those do not fit."""
-        longest = max((len(sample.tokens) for part in minibatches for sample in part), default=0)
         while True:
             # The one error that smaller micro-batches mend; the gradient does not depend on their size.
             try:
-                return self._train_minibatches(minibatches, version)
+                return self._train_minibatches(share)
             except torch.OutOfMemoryError as error:
-                if self._token_budget <= longest:
-                    raise RunFailed(
-                        f"the GPU has too little memory to train a sequence of {longest} tokens; set "
-                        "trainer.gradient_checkpointing = true, or lower sampling.max_tokens or engine.kv_tokens"
-                    ) from error
-            self._token_budget = max(longest, self._token_budget // 2)
+                # The others wait for this rank in the middle of a pass: only beginning anew can bring them together.
+                if self.ranks.num > 1:
+                    raise OutOfMemory(f"micro-batches of {self.token_budget} tokens do not fit: {error}") from error
+                self.token_budget = smaller_budget(self.token_budget, share.longest)
             self.optimizer.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
 
-    def _train_minibatches(self, minibatches: list[list[Sample]], version: int) -> tuple[dict[str, float], str]:
+    def _train_minibatches(self, share: Share) -> tuple[dict[str, float], str]:
         """The sums of the step's metrics, and why it was skipped, if it was; then nothing has moved."""
-        packed = [self._pack(samples) for samples in minibatches]
+        packed = [self._pack(samples) for samples in share.minibatches]
         packed[1:] = [[self._with_proximal(micro_batch) for micro_batch in part] for part in packed[1:]]
-        before = self._snapshot() if len(packed) > 1 else None
+        self._before = self._snapshot() if len(packed) > 1 else None
         untouched = not self.optimizer.state
         self._set_learning_rate()
         spoilt = torch.zeros((), device=self.device)
         outcomes = []
         try:
-            for part in packed:
-                outcome, spoilt = self._train_minibatch(part, version, spoilt)
+            for part, num_trained in zip(packed, share.num_trained, strict=True):
+                outcome, spoilt = self._train_minibatch(part, num_trained, share.version, spoilt)
                 outcomes.append(outcome)
         except torch.OutOfMemoryError:
-            if before is not None:
-                self._restore(before)
+            self._go_back()
             raise
         metrics, skipped = _read_back(outcomes)
         metrics["micro_batches"] = float(sum(map(len, packed)))
         if skipped:
             self.optimizer.zero_grad(set_to_none=True)
-            if before is not None:
-                self._restore(before)
+            self._go_back()
             if untouched:
                 self.optimizer.state.clear()
+        self._before = None
         return metrics, skipped
 
+    def _go_back(self) -> None:
+        """Undo what earlier minibatches of this training step have moved."""
+        if self._before is not None:
+            self._restore(self._before)
+
     def _train_minibatch(
-        self, micro_batches: list[MicroBatch], version: int, spoilt: Tensor
+        self, micro_batches: list[MicroBatch], denominator: int, version: int, spoilt: Tensor
     ) -> tuple[_Outcome, Tensor]:
         """One optimizer step, which moves nothing if loss or gradient are not finite, or something was `spoilt` before.
 
         What it returns in the place of `spoilt` is 1 in that case, else 0.
         """
-        denominator = sum(len(micro_batch.where_M) for micro_batch in micro_batches)
         self.optimizer.zero_grad(set_to_none=True)
         parts = []
         for micro_batch in micro_batches:
@@ -199,7 +208,7 @@ class Trainer:
             output.loss.backward()
             parts.append(output.metrics | {"loss_sum": output.loss.detach() * denominator})
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.masters.named.values(), self.section.clip_norm))
-        metrics = merge_metrics(parts) | {"grad_norm_max": norm}
+        metrics = self.ranks.combined(merge_metrics(parts)) | {"grad_norm_max": norm}
         finite = torch.isfinite(metrics["loss_sum"]) & torch.isfinite(norm)
         spoilt = torch.maximum(spoilt, (~finite).to(spoilt.dtype))
         # Where torch's loss scaling says that gradients overflowed: the fused step reads it on the device.
@@ -208,8 +217,11 @@ class Trainer:
         self.masters.refresh()
         return _Outcome(denominator, metrics), spoilt
 
-    def _pack(self, samples: list[Sample]) -> list[MicroBatch]:
-        return micro_batches(samples, self._token_budget, self._cost, self.device)
+    def _pack(self, samples: Listed[Sample]) -> list[MicroBatch]:
+        longest = max((len(sample.tokens) for sample in samples), default=0)
+        # Where too little memory has lowered the budget, a longer sequence than were known then may still come.
+        budget = max(self.token_budget, min(longest, self.section.token_budget))
+        return micro_batches(samples, budget, self._cost, self.device, self.ranks.most)
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         out: tuple[Tensor, Tensor] = self.policy(*micro_batch.forward_arguments)
@@ -235,7 +247,8 @@ class Trainer:
             output = naive_ppo(inputs, denominator, chosen.clip_eps)
         # Tokens sampled under these very weights show how far engine and trainer disagree.
         gap_M = (proximal_M - micro_batch.behaviour_M).abs() * (micro_batch.versions_M == version)
-        extra = {"entropy_sum": entropy_M.sum(), "logprob_gap_max": gap_M.max()}
+        largest = torch.cat([gap_M, gap_M.new_zeros(1)]).max()  # there may be no token at all
+        extra = {"entropy_sum": entropy_M.sum(), "logprob_gap_max": largest}
         return PolicyLossOutput(output.loss, output.metrics | extra)
 
     @torch.no_grad()
@@ -250,32 +263,42 @@ class Trainer:
         return {name: tensor.clone() for name, tensor in self._state_tensors()}
 
     def _restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put weights and optimizer back, in place."""
+        """Put this rank's rows of weights and optimizer back, in place."""
         with torch.no_grad():
             for name, master in self.masters.named.items():
-                master.copy_(shard_like(master, tensors[f"weights/{name}"]))
+                local_rows(master).copy_(tensors[f"weights/{name}"])
                 found = {kind: tensors[key] for kind in _MOMENTS if (key := f"{kind}/{name}") in tensors}
                 placed = {kind: value.to(master.device, copy=True) for kind, value in found.items()}
                 self.optimizer.state[master] = {kind: shard_like(master, value) for kind, value in placed.items()}
         self.masters.refresh()
 
     def _state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Master weights and the optimizer's state, by parameter name."""
+        """This rank's rows of the master weights and of the optimizer's state, by parameter name."""
         for name, master in self.masters.named.items():
-            yield f"weights/{name}", full_tensor(master.detach())
+            yield f"weights/{name}", local_rows(master.detach())
             for kind, value in self.optimizer.state.get(master, {}).items():
-                yield f"{kind}/{name}", full_tensor(value)
+                yield f"{kind}/{name}", local_rows(value)
 
     def published_weights(self) -> dict[str, Tensor]:
-        """What engines receive: the cast tensors the forward pass uses, on this device; tied ones stay one tensor."""
-        cast: dict[int, Tensor] = {}
+        """What engines receive of this rank: its rows of the cast tensors the forward pass uses, on this device.
+
+        Tied ones stay one tensor; those of which this rank has no rows are left out.
+        """
+        rows: dict[int, Tensor] = {}
         for tensor in named_weights(self._model).values():
-            if id(tensor) not in cast:
-                cast[id(tensor)] = full_tensor(tensor.detach()).to(self._dtype)
-        return {name: cast[id(tensor)] for name, tensor in named_weights(self._model).items()}
+            if id(tensor) not in rows:
+                rows[id(tensor)] = local_rows(tensor.detach()).to(self._dtype)
+        named = {name: rows[id(tensor)] for name, tensor in named_weights(self._model).items()}
+        return {name: tensor for name, tensor in named.items() if len(tensor)}
 
     def publish_weights(self) -> WeightUpdate:
-        return self._publisher.publish(self.version, self._to_publish())
+        update = self._publisher.publish(self.version, self._to_publish())
+        return as_part(update, self._rows_published()) if self.ranks.num > 1 else update
+
+    def _rows_published(self) -> dict[str, tuple[range, int]]:
+        """Of each published tensor: which rows this rank has, and how many there are."""
+        sizes = {name: len(tensor) for name, tensor in named_weights(self._model).items()}
+        return {name: (self.ranks.rows(size), size) for name, size in sizes.items()}
 
     def _to_publish(self) -> dict[str, Tensor]:
         """The weights where they are published from: this device, or the host; tied ones stay one tensor."""
@@ -291,7 +314,12 @@ class Trainer:
         return {name: held[id(tensor)] for name, tensor in tensors.items()}
 
     def digest(self) -> str:
-        return digest(fingerprints(self._to_publish(), self._publish_on_device))
+        return digest(self.fingerprints())
+
+    def fingerprints(self) -> dict[str, str]:
+        """Those an update of these weights would have."""
+        found, rows = fingerprints(self._to_publish(), self._publish_on_device), self._rows_published()
+        return {piece_key(name, *rows[name]): value for name, value in found.items()}
 
     @torch.no_grad()
     def score_sequences(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
@@ -305,20 +333,53 @@ class Trainer:
         return Scores(self.version, tuple(found[id(sample)] for sample in samples))
 
     def save_state(self, directory: Path) -> None:
-        tensors = {name: tensor.cpu() for name, tensor in self._state_tensors()}
-        tensors["random_state"] = torch.get_rng_state()
-        checkpoint.save(directory, self.version, tensors, {"digest": self.digest()})
+        checkpoint.save(directory, self.version, self._state_to_save()[0], {"digest": self.digest()})
+
+    def save_part(self, unfinished: Path) -> checkpoint.Part:
+        """Write this rank's part of a checkpoint, and describe it."""
+        file = f"state-{self.ranks.rank}-of-{self.ranks.num}.safetensors"
+        return checkpoint.write_part(unfinished, file, *self._state_to_save())
+
+    def _state_to_save(self) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
+        """This rank's tensors, and of those of which others have rows too: the first row, and how many there are.
+
+        In the middle of a training step they are those it began with.
+        """
+        state = self._before if self._before is not None else dict(self._state_tensors())
+        tensors = {name: tensor.cpu() for name, tensor in state.items()}
+        whole = {name: len(master) for name, master in self.masters.named.items()}
+        split = {key: whole[key.partition("/")[2]] for key, tensor in tensors.items() if tensor.ndim}
+        if self.ranks.rank == 0:
+            tensors["random_state"] = torch.get_rng_state()
+        else:  # what is no row is the same on all ranks
+            tensors = {key: tensors[key] for key in split}
+        return tensors, {key: (self.ranks.rows(size).start, size) for key, size in split.items()}
 
     def load_state(self, directory: Path) -> int:
-        loaded = checkpoint.load(directory)
-        self._check_same_model(loaded.tensors, directory)
-        torch.set_rng_state(loaded.tensors.pop("random_state"))
-        self._restore(loaded.tensors)
-        self.version = loaded.version
+        self.read_state(directory)
+        return self.adopt_state()
+
+    def read_state(self, directory: Path) -> None:
+        """Read and check this rank's rows of a checkpoint, of however many ranks it is; nothing changes yet."""
+        self._read = None
+        read = checkpoint.load(directory, self._rows_to_load)
+        self._check_same_model(read.shapes, directory)
+        self._read = read
+
+    def _rows_to_load(self, name: str, num_rows: int) -> range:
+        return range(num_rows) if name == "random_state" else self.ranks.rows(num_rows)
+
+    def adopt_state(self) -> int:
+        """Go on from what was read."""
+        assert self._read is not None
+        read, self._read = self._read, None
+        torch.set_rng_state(read.tensors.pop("random_state"))
+        self._restore(read.tensors)
+        self.version = read.version
         return self.version
 
-    def _check_same_model(self, tensors: dict[str, Tensor], directory: Path) -> None:
-        theirs = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name.startswith("weights/")}
+    def _check_same_model(self, shapes: Mapping[str, tuple[int, ...]], directory: Path) -> None:
+        theirs = {name: shape for name, shape in shapes.items() if name.startswith("weights/")}
         ours = {f"weights/{name}": tuple(master.shape) for name, master in self.masters.named.items()}
         differing = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
         if differing:
@@ -331,10 +392,36 @@ class Trainer:
         model.load_state_dict(self.published_weights())
         checkpoint.save_model(directory, model, load_tokenizer(self._model_path))
 
+    def describe_model(self, directory: Path) -> None:
+        """All of that directory but the weights, of which every rank then writes its rows."""
+        checkpoint.describe_model(directory, self._model, self._dtype, load_tokenizer(self._model_path))
 
-def _make_publisher(device: torch.device, weights: WeightsSection) -> "Publisher | DevicePublisher":
+    def write_rows(self, directory: Path) -> None:
+        rows = self._rows_published()
+        placed = {name: (rows[name][0].start, tensor) for name, tensor in self.published_weights().items()}
+        checkpoint.write_rows(directory, self._model, self._dtype, placed)
+
+
+def check_staleness(batch: Batch, worst_staleness: int | None) -> None:
+    worst = max(batch.staleness, default=0)
+    if worst_staleness is not None and worst > worst_staleness:
+        raise InvariantBroken(f"a batch is {worst} versions stale, beyond the bound of {worst_staleness}")
+
+
+def smaller_budget(token_budget: int, longest: int) -> int:
+    """The next token budget to try when micro-batches did not fit; none is smaller than the longest sequence."""
+    if token_budget <= longest:
+        raise RunFailed(
+            f"the GPU has too little memory to train a sequence of {longest} tokens; set "
+            "trainer.gradient_checkpointing = true, or lower sampling.max_tokens or engine.kv_tokens"
+        )
+    return max(longest, token_budget // 2)
+
+
+def _make_publisher(device: torch.device, weights: WeightsSection, ranks: Ranks) -> "Publisher | DevicePublisher":
     if weights.transport != "cuda":
-        return Publisher(weights.transports, weights.address, weights.dir)
+        part = "model" if ranks.num == 1 else f"rank-{ranks.rank}"
+        return Publisher(weights.transports, weights.address, weights.dir, part)
     from headway.device_weights import DevicePublisher
 
     return DevicePublisher(device)

@@ -309,8 +309,37 @@ class Batch:
 
 
 @noun
+class Sample:
+    """One sequence with something to learn from: `where` are the places of its trained tokens."""
+
+    tokens: Ints
+    where: NDArray[np.int64]
+    behaviour: Floats
+    versions: Ints
+    advantage: float
+    temperature: float
+
+
+@noun
+class Share:
+    """What one trainer rank gets of a batch: its own samples, and of the others' what the gradient depends on."""
+
+    version: int
+    minibatches: tuple[tuple[Sample, ...], ...]
+    num_trained: tuple[int, ...]  # tokens of each minibatch that are trained, on all ranks together
+    num_sampled: int  # tokens of the batch
+    longest: int  # tokens of its longest sequence
+    finite: bool  # whether all its behaviour log-probs are
+
+
+def piece_key(name: str, rows: range, num_rows: int) -> str:
+    """What the fingerprint of some rows of a tensor goes by: the tensor's name, where they are all it has."""
+    return name if len(rows) == num_rows else f"{name}[{rows.start}:{rows.stop}]"
+
+
+@noun
 class TensorInfo:
-    """Where one published tensor lies in its update, and the checksum of its bytes."""
+    """Where one published tensor, or a piece of one, lies in its update, and the checksum of its bytes."""
 
     name: str
     dtype: str
@@ -318,6 +347,21 @@ class TensorInfo:
     offset: int
     num_bytes: int
     fingerprint: str
+    first_row: int = 0
+    num_rows: int | None = None  # of the whole tensor; None where this is all of it
+
+    @property
+    def rows(self) -> range:
+        """The rows (dimension 0) of the whole tensor that are here."""
+        return range(self.first_row, self.first_row + self.shape[0])
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        return self.shape if self.num_rows is None else (self.num_rows, *self.shape[1:])
+
+    @property
+    def key(self) -> str:
+        return self.name if self.num_rows is None else piece_key(self.name, self.rows, self.num_rows)
 
 
 @noun
@@ -331,13 +375,17 @@ class WeightPlace:
 
 @noun
 class WeightUpdate:
-    """Named tensors under a version: `kind` is full or adapter, `location` says where the bytes lie."""
+    """Named tensors under a version: `kind` is full or adapter, `location` says where the bytes lie.
+
+    One published by several ranks has no tensors of its own but a part for each rank, which is an update by itself.
+    """
 
     version: int
     kind: str
     transport: str
     location: str
     tensors: tuple[TensorInfo, ...]
+    parts: tuple["WeightUpdate", ...] = ()
     host: str = ""  # the machine that can read `location`; empty: every machine may try
     elsewhere: tuple[WeightPlace, ...] = ()  # where else the same bytes lie, best first
     base: str = ""  # of an adapter: the digest of all tensors it does not name
@@ -353,12 +401,17 @@ class WeightUpdate:
         return (WeightPlace(self.transport, self.location, self.host), *self.elsewhere)
 
     @property
+    def pieces(self) -> tuple[TensorInfo, ...]:
+        """Its tensors and those of its parts."""
+        return (*self.tensors, *(tensor for part in self.parts for tensor in part.pieces))
+
+    @property
     def num_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self.tensors)
+        return sum(tensor.num_bytes for tensor in self.pieces)
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        return {tensor.name: tensor.fingerprint for tensor in self.tensors}
+        return {tensor.key: tensor.fingerprint for tensor in self.pieces}
 
 
 @noun

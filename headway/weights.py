@@ -19,6 +19,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -201,6 +202,28 @@ class Publisher:
             self._buffers.clear()
 
 
+def as_part(update: WeightUpdate, rows: Mapping[str, tuple[range, int]]) -> WeightUpdate:
+    """One rank's update as part of the whole, given which rows it has of each tensor and how many there are."""
+    pieces = []
+    for info in update.tensors:
+        mine, num_rows = rows[info.name]
+        pieces.append(replace(info, first_row=mine.start, num_rows=num_rows))
+    return replace(update, tensors=tuple(pieces))
+
+
+def joined(parts: Sequence[WeightUpdate]) -> WeightUpdate:
+    """The update that the ranks published together."""
+    return WeightUpdate(parts[0].version, parts[0].kind, "parts", "", (), tuple(parts), base=parts[0].base)
+
+
+def open_pieces(update: WeightUpdate) -> list[tuple[TensorInfo, Tensor]]:
+    """All tensors of an update and its parts, or pieces of them, each with what is known of it."""
+    if update.parts:
+        return [piece for part in update.parts for piece in open_pieces(part)]
+    opened = open_update(update)
+    return [(info, opened[info.name]) for info in update.tensors]
+
+
 def open_update(update: WeightUpdate) -> dict[str, Tensor]:
     """The update's tensors: views of where they were published, if this process can map it, else a copy of its own."""
     for place in update.places:
@@ -317,49 +340,71 @@ class ShadowWeights:
     def stage(self, update: WeightUpdate) -> None:
         """Copy the update into the shadow set and check every byte of it; the live set is untouched."""
         self.staged_version, self._staged = None, {}
-        on_device = update.transport == "cuda"
+        parts = update.parts or (update,)
+        on_device = parts[0].transport == "cuda"
         self._check_kinds(update)
         untouched = self._untouched(update, on_device) if update.kind == "adapter" else {}
-        into = {info.name: self._beside(self._live[info.name]) for info in update.tensors}
-        receive(update, into)
-        # Taken from the tensor each name will run, not from what was copied: tied here, two tensors may have arrived.
-        found = fingerprints(into, on_device)
+        # What each name will run, not what was published under it: tied here, two tensors may have arrived.
+        running: dict[str, Tensor] = {}
+        for part in parts:
+            into = self._into(part)
+            receive(part, into)
+            running |= {info.key: into[info.name] for info in part.tensors}
+        found = fingerprints(running, on_device)
         wrong = [name for name, value in update.fingerprints.items() if found[name] != value]
         if wrong:
             raise WeightMismatch(f"version {update.version}: {wrong[0]} arrived with another checksum than published")
-        self._staged = {id(self._live[name]): tensor for name, tensor in into.items()}
+        changed = {id(self._live[info.name]) for info in update.pieces}
+        self._staged = {key: self._shadow[key] for key in changed}
         self._staged_prints = {on_device: untouched | found}
         self.staged_version = update.version
 
-    def _beside(self, parameter: Tensor) -> Tensor:
-        if id(parameter) not in self._shadow:
-            self._shadow[id(parameter)] = torch.empty_like(parameter.data)
-        return self._shadow[id(parameter)]
+    def _into(self, part: WeightUpdate) -> dict[str, Tensor]:
+        """Where the tensors of a part, or pieces of them, belong in the shadow set; tied ones are one tensor."""
+        placed: dict[tuple[int, int], Tensor] = {}
+        for info in part.tensors:
+            parameter = self._live[info.name]
+            if id(parameter) not in self._shadow:
+                self._shadow[id(parameter)] = torch.empty_like(parameter.data)
+            whole = self._shadow[id(parameter)]
+            rows = whole if info.num_rows is None else whole[info.rows.start : info.rows.stop]
+            placed.setdefault((id(parameter), info.first_row), rows)
+        return {info.name: placed[id(self._live[info.name]), info.first_row] for info in part.tensors}
 
     def _check_kinds(self, update: WeightUpdate) -> None:
-        published = {info.name: f"torch.{info.dtype} {tuple(info.shape)}" for info in update.tensors}
+        """That names, types and shapes are those of the live set, and that no row is missing or comes twice."""
+        published: dict[str, list[TensorInfo]] = {}
+        for info in update.pieces:
+            published.setdefault(info.name, []).append(info)
         missing = self._live.keys() - published.keys() if update.kind == "full" else set()
         differing = sorted(missing | (published.keys() - self._live.keys()))
         if differing:
             raise WeightMismatch(
                 f"version {update.version}: published and loaded tensors differ by name, first {differing[0]}"
             )
-        for name, theirs in published.items():
+        for name, pieces in published.items():
             ours = f"{self._live[name].dtype} {tuple(self._live[name].shape)}"
-            if theirs != ours:
-                raise WeightMismatch(f"version {update.version}: {name} was published as {theirs}, loaded as {ours}")
+            for info in pieces:
+                theirs = f"torch.{info.dtype} {info.whole_shape}"
+                if theirs != ours:
+                    raise WeightMismatch(
+                        f"version {update.version}: {name} was published as {theirs}, loaded as {ours}"
+                    )
+            if not _make_a_whole(pieces):
+                raise WeightMismatch(f"version {update.version}: the pieces of {name} do not make a whole")
 
     def _untouched(self, update: WeightUpdate, on_device: bool) -> dict[str, str]:
         """The fingerprints of what an adapter leaves as it is, which has to be the base it was made for."""
-        named = {id(self._live[info.name]): info.name for info in update.tensors}
-        kept = {name: tensor for name, tensor in self._live.items() if name not in update.fingerprints}
+        named = {id(self._live[info.name]): info.name for info in update.pieces}
+        kept = {name: tensor for name, tensor in self._live.items() if name not in named.values()}
         tied = [name for name, tensor in kept.items() if id(tensor) in named]
         if tied:
             other = named[id(kept[tied[0]])]
             raise WeightMismatch(f"version {update.version}: its adapter has {other}, which is one with {tied[0]} here")
         if on_device not in self._live_prints:
             self._live_prints[on_device] = fingerprints(self._live, on_device)
-        untouched = {name: self._live_prints[on_device][name] for name in kept}
+        prints = self._live_prints[on_device]
+        untouched = {key: value for key, value in prints.items() if key.partition("[")[0] in kept}
         if digest(untouched) != update.base:
             found = f"made for the base {update.base}, and the base here is {digest(untouched)}"
             raise WeightMismatch(f"version {update.version}: its adapter was {found}; load that one first")
@@ -382,3 +427,13 @@ class ShadowWeights:
         self._live_prints = self._staged_prints
         self.staged_version, self._staged = None, {}
         return dict(next(iter(self._live_prints.values())))
+
+
+def _make_a_whole(pieces: Sequence[TensorInfo]) -> bool:
+    """Whether every row of a tensor is in one of its pieces, and in one only."""
+    if len(pieces) == 1 and pieces[0].num_rows is None:
+        return True
+    end = 0
+    for info in sorted(pieces, key=lambda info: info.first_row):
+        end = info.rows.stop if info.first_row == end else -1
+    return end == pieces[0].num_rows

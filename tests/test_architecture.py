@@ -33,12 +33,12 @@ LAYERS: list[tuple[str, str]] = [
     ("the report", "report"),
     ("weights on a GPU, and over a connection", "device_weights weight_stream"),
     ("weights in files", "weight_files"),
-    ("text, models, weights", "tokenizer models weights"),
+    ("text, models, weights, what ranks do together", "tokenizer models weights collective"),
     ("prompts, batches, buffer, checkpoints", "prompts microbatch buffer checkpoint"),
     ("the engine protocol", "engine"),
     ("engines", "engine.embedded engine.fake"),
     ("the trainer; a child of the reward pool", "trainer reward_child"),
-    ("warm-up on the trainer's parts; the pool", "sft reward"),
+    ("several ranks as one trainer; warm-up on the trainer's parts; the pool", "ranks sft reward"),
     ("the worker that calls engine and pool", "rollout"),
     ("measuring through the workers", "evaluate"),
     ("the controller", "controller"),
@@ -54,7 +54,7 @@ SAME_LAYER = {
     ("plan", "launch"),  # a plan is a launch that stops after preparing
 }
 
-WORKERS = ("engine", "engine.embedded", "engine.fake", "trainer", "rollout", "reward", "reward_child", "sft")
+WORKERS = ("engine", "engine.embedded", "engine.fake", "trainer", "ranks", "rollout", "reward", "reward_child", "sft")
 BOSSES = ("controller", "fleet", "launch", "resume", "plan", "cli")
 
 NEVER_TORCH = """

@@ -343,6 +343,20 @@ def test_dry_run_lists_the_engines_and_their_devices(tmp_path: Path, tiny_model:
     assert "engine-0 on cpu, engine-1 on cpu, trainer on cpu" in said and "for each engine" in said
 
 
+def test_dry_run_lists_the_trainer_ranks_and_the_memory_of_each(
+    tmp_path: Path, tiny_model: str, command: Command
+) -> None:
+    memory = []
+    for ranks in (1, 2):
+        path = write_config(tmp_path, tiny_model, run={"runtime": "local"}, trainer={"ranks": ranks})
+        code, out, _ = command("train", path, "--dry-run")
+        assert code == 0
+        said = " ".join(re.sub("[│┃|]", " ", out).split())
+        memory.append(re.findall(r"trainer memory (.*?) training step", said))
+    assert "2 trainer ranks" in said and "trainer-0 on cpu, trainer-1 on cpu" in said
+    assert memory[0] == ["0.00 GB beside activations"] and memory[1] == ["for each rank 0.00 GB beside activations"]
+
+
 def test_dry_run_refuses_what_train_refuses(tmp_path: Path, tiny_model: str, refused: Refused) -> None:
     path = write_config(tmp_path, tiny_model)
     assert "has no verfy" in refused(path, "--dry-run", f"--task.verifier={task_of(tmp_path, 'verfy')}")

@@ -194,6 +194,27 @@ def test_a_value_out_of_range_is_refused(key: str, value: Any, why: str) -> None
             {"engine": {"device": "cuda:0,cuda:1"}},
             "engine.device = cuda:0,cuda:1 names more devices than engine.count = 1; raise count or name fewer",
         ),
+        (
+            {"trainer": {"device": "cuda:0, gpu", "ranks": 2}},
+            "trainer.device = gpu is neither cpu nor cuda nor a GPU by number, such as cuda:1; set one of them",
+        ),
+        (
+            {"trainer": {"device": "cuda:0,cuda:1"}},
+            "trainer.device = cuda:0,cuda:1 names more devices than trainer.ranks = 1; raise ranks or name fewer",
+        ),
+        (
+            {"trainer": {"device": "cpu,cuda:1", "ranks": 2}},
+            "trainer.device = cpu,cuda:1 mixes cpu and GPUs, and ranks of one kind cannot talk to the other; "
+            "name one kind",
+        ),
+        (
+            {"trainer": {"device": "cuda,cuda:0", "ranks": 2}},
+            "trainer.ranks = 2 need a GPU each, and trainer.device = cuda,cuda:0 names 1; name more or lower ranks",
+        ),
+        (
+            {"trainer": {"ranks": 2}, "run": {"runtime": "inline"}},
+            "trainer.ranks = 2 are processes, and run.runtime = inline has one; set run.runtime = local or ranks = 1",
+        ),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(sections: dict[str, Any], said: str) -> None:
@@ -211,6 +232,8 @@ def test_values_that_contradict_each_other_are_refused(sections: dict[str, Any],
         {"rollout": {"group_size": 1}, "algorithm": {"advantage": "batch"}},
         {"engine": {"device": "cuda"}},
         {"engine": {"device": "cuda:0,cuda:1", "count": 2}},
+        {"trainer": {"device": "cuda:0,cuda:1", "ranks": 2}},
+        {"trainer": {"ranks": 8}},
         {"trainer": {"lr": 1}},
     ],
 )
@@ -233,6 +256,12 @@ def test_values_at_the_edge_of_a_contradiction_are_accepted(sections: dict[str, 
 )
 def test_devices_are_dealt_out_to_the_engines_by_turns(knobs: dict[str, Any], placement: dict[str, str]) -> None:
     assert validate(with_values(engine=knobs)).engine.placement == placement
+
+
+def test_devices_are_dealt_out_to_the_ranks_by_turns() -> None:
+    assert validate(with_values()).trainer.placement == {"trainer": "cpu"}
+    two = validate(with_values(trainer={"ranks": 2, "device": "cuda:1, cuda:0"})).trainer
+    assert two.placement == {"trainer-0": "cuda:1", "trainer-1": "cuda:0"}
 
 
 # Files and overrides

@@ -22,9 +22,9 @@ from training import (
 
 from headway.config import AlgorithmSection
 from headway.errors import ConfigError
-from headway.microbatch import Sample, arranged, micro_batches, minibatches_of, samples_of
+from headway.microbatch import arranged, micro_batches, minibatches_of, samples_of
 from headway.packing import pack
-from headway.types import Batch, Group
+from headway.types import Batch, Group, Sample
 
 GROUPWISE = AlgorithmSection()
 FP32_ROUNDING = 2e-6

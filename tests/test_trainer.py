@@ -455,6 +455,25 @@ def test_invariant_12_running_out_of_memory_makes_micro_batches_smaller_and_noth
     assert tight.version == 1
 
 
+def test_micro_batches_that_were_made_smaller_still_hold_a_longer_sequence_that_comes_later(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tiny_model, token_budget=180)
+    forward = Trainer._forward
+
+    def forward_with_little_room(trainer: Trainer, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        if len(micro_batch.tokens_T) > 96:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(trainer, micro_batch)
+
+    monkeypatch.setattr(Trainer, "_forward", forward_with_little_room)
+    trainer.train_batch(make_batch(0))
+    assert trainer.token_budget == 90
+    random = np.random.default_rng(0)
+    pair = tuple(make_trajectory(random, index, float(index), lengths=(90,), version=1) for index in range(2))
+    assert trainer.train_batch(Batch(1, (Group(0, 0, 0, 2, pair),))).version == 2
+
+
 def test_a_sequence_that_cannot_be_trained_at_all_ends_the_run_with_what_to_do(
     tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

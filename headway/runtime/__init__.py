@@ -15,8 +15,9 @@ from headway.runtime.handle import with_deadline
 from headway.runtime.inline import InlineRuntime
 from headway.runtime.local import LocalRuntime
 from headway.runtime.offload import offload
+from headway.runtime.together import together
 
-__all__ = ["InlineRuntime", "LocalRuntime", "RemoteError", "Runtime", "offload", "with_deadline"]
+__all__ = ["InlineRuntime", "LocalRuntime", "RemoteError", "Runtime", "offload", "together", "with_deadline"]
 
 T = TypeVar("T")
 
@@ -29,6 +30,10 @@ class Runtime(Protocol):
 
     async def start(self, name: str, cls: type[T], *args: Any, threads: int = 1) -> T:
         """Construct `cls(*args)` and open it; returns the object itself or a handle that behaves like it."""
+        ...
+
+    async def end(self, worker: Any) -> None:
+        """End one worker at once, without asking it; that is no death, and one that has ended already stays so."""
         ...
 
     async def failure(self) -> WorkerDied:

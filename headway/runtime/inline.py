@@ -23,6 +23,12 @@ class InlineRuntime:
             await worker.open()
         return worker
 
+    async def end(self, worker: Any) -> None:
+        for named in [named for named in self._workers if named[1] is worker]:
+            self._workers.remove(named)
+            if hasattr(worker, "close"):
+                await _close(*named)
+
     async def failure(self) -> WorkerDied:
         """Never returns: a worker that shares this process dies with it."""
         await asyncio.Event().wait()

@@ -1,0 +1,285 @@
+"""Several trainer ranks as one trainer: `Rank` is the process of each, `RankedTrainer` is what the controller calls.
+
+The façade lives in the controller's process. It deals a batch out by samples, so that each rank is sent only what it
+trains, asks all ranks at the same time, and sees that they agree. Weights are published, saved and written by every
+rank for its own rows: nobody ever holds the whole model. Advantages are of whole groups, from before the dealing.
+
+Invariants that live here:
+ 12. The gradient does not depend on packing: any rank count, same gradient to fp32 rounding.
+ 15. Nothing hangs: when a rank dies or is silent, the call fails with its name, and the others, which may wait for it
+     in the middle of a pass, are ended.
+"""
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway import checkpoint
+from headway.collective import Meeting, Place, join
+from headway.config import AlgorithmSection, ModelSection, TrainerSection, WeightsSection
+from headway.errors import DeadlineExceeded, HeadwayError, InvariantBroken, OutOfMemory, WorkerDied
+from headway.microbatch import deal, shares_of
+from headway.models import DTYPES, find_device, load_config, model_shape
+from headway.packing import flops
+from headway.runtime import RemoteError, Runtime, offload, together, with_deadline
+from headway.trainer import Trainer, check_staleness, smaller_budget
+from headway.types import Batch, Floats, Ints, Scores, Share, StepReport, WeightUpdate
+from headway.weights import digest, joined
+
+_SETTLE_S = 10.0  # after one rank failed, the others have this long to say what they know
+_SIGN_OF_LIFE_S = 5.0
+_RESCUED = "rescued"
+
+
+class Rank:
+    """One rank of several, in a process of its own. What takes part in a pass runs on the compute thread."""
+
+    def __init__(
+        self,
+        place: Place,
+        model: ModelSection,
+        section: TrainerSection,
+        algorithm: AlgorithmSection,
+        weights: WeightsSection,
+        token_budget: int,
+    ):
+        ranks = join(place, find_device("trainer.device", section.device, DTYPES[model.dtype]))
+        self.trainer = Trainer(model, section, algorithm, None, weights, ranks)
+        self.trainer.token_budget = token_budget
+
+    async def close(self) -> None:
+        await self.trainer.close()
+
+    async def alive(self) -> None:
+        """Answered even in the middle of a pass."""
+
+    async def train(self, share: Share) -> StepReport:
+        return await offload(self.trainer.train_share, share)
+
+    async def score(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
+        return await offload(self.trainer.score_sequences, sequences, temperature)
+
+    async def publish(self) -> WeightUpdate:
+        return await offload(self.trainer.publish_weights)
+
+    async def save(self, unfinished: str) -> tuple[int, checkpoint.Part, dict[str, str]]:
+        """Write this rank's part of a checkpoint; its version, what it wrote, and the fingerprints of its weights."""
+        return await offload(self._save, Path(unfinished))
+
+    async def rescue(self, unfinished: str) -> tuple[int, checkpoint.Part, dict[str, str]]:
+        """The same while the compute thread waits in a pass for a rank that will not come."""
+        return await asyncio.to_thread(self._rescue, Path(unfinished))
+
+    async def read(self, directory: str) -> None:
+        await offload(self.trainer.read_state, Path(directory))
+
+    async def adopt(self) -> int:
+        return await offload(self.trainer.adopt_state)
+
+    async def describe_model(self, unfinished: str) -> None:
+        await offload(self.trainer.describe_model, Path(unfinished))
+
+    async def write_rows(self, unfinished: str) -> None:
+        await offload(self.trainer.write_rows, Path(unfinished))
+
+    def _save(self, unfinished: Path) -> tuple[int, checkpoint.Part, dict[str, str]]:
+        return self.trainer.version, self.trainer.save_part(unfinished), self.trainer.fingerprints()
+
+    def _rescue(self, unfinished: Path) -> tuple[int, checkpoint.Part, dict[str, str]]:
+        device = self.trainer.device
+        # The stream of the pass stands still.
+        with torch.cuda.stream(torch.cuda.Stream(device) if device.type == "cuda" else None):
+            return self.trainer.version, self.trainer.save_part(unfinished), {}
+
+
+class RankedTrainer:
+    """Looks like `Trainer`. `end` and `start` again make new ranks, which begin with the first weights."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: ModelSection,
+        section: TrainerSection,
+        algorithm: AlgorithmSection,
+        worst_staleness: int | None,
+        weights: WeightsSection,
+        directory: Path,
+        deadline_s: float,
+        rank_class: type[Rank] = Rank,
+    ):
+        """`directory` is for what is carried over when all ranks begin anew with smaller micro-batches."""
+        self._runtime, self._rank_class = runtime, rank_class
+        self._model, self._section, self._algorithm = model, section, algorithm
+        self._worst_staleness, self._weights = worst_staleness, weights
+        self._directory, self._deadline_s = directory, deadline_s
+        self._token_budget = section.token_budget
+        self._cost = partial(flops, shape=model_shape(load_config(model.path)))
+        self._names = list(section.placement)
+        self._meeting: Meeting | None = None
+        self._ranks: list[Rank] = []
+        self._cause: HeadwayError | None = None
+
+    async def start(self) -> None:
+        """Start all ranks at the same time; all or none."""
+        self._cause = None
+        self._meeting = Meeting(self._names, self._deadline_s)
+        starts = zip(self._meeting.places, self._section.placement.values(), strict=True)
+        self._ranks = await together(*(self._start_rank(place, device) for place, device in starts))
+
+    async def _start_rank(self, place: Place, device: str) -> Rank:
+        section = self._section.model_copy(update={"device": device, "ranks": 1})
+        given = place, self._model, section, self._algorithm, self._weights, self._token_budget
+        return await self._runtime.start(self._names[place.rank], self._rank_class, *given, threads=section.threads)
+
+    async def end(self) -> None:
+        """End all ranks at once, whatever they are doing."""
+        await together(*(self._runtime.end(rank) for rank in self._ranks))
+        self._ranks.clear()
+        self._meeting = None
+
+    # What a trainer does
+
+    async def train(self, batch: Batch) -> StepReport:
+        check_staleness(batch, self._worst_staleness)
+        num_ranks, num_minibatches = len(self._names), self._section.minibatches
+        shares = shares_of(batch, self._algorithm, num_minibatches, num_ranks, self._cost)
+        while True:
+            # The one error that smaller micro-batches mend, if all ranks make them.
+            try:
+                reports = await self._pass("train", [(share,) for share in shares])
+                break
+            except OutOfMemory:
+                await self._begin_anew(shares[0].longest)
+        self._check_agreement("the step", [(each.version, each.skipped, repr(each.metrics)) for each in reports])
+        started = min(report.started for report in reports)
+        ended = max(report.started + report.seconds for report in reports)
+        first: StepReport = reports[0]
+        return replace(first, started=started, seconds=ended - started)
+
+    async def score(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
+        dealt = deal([len(tokens) for tokens in sequences], len(self._names), self._cost)
+        shares = [(tuple(sequences[i] for i in mine), temperature) for mine in dealt]
+        found: list[Scores] = await self._pass("score", shares)
+        self._check_agreement("the version", [scores.version for scores in found])
+        logprobs: dict[int, Floats] = {}
+        for mine, scores in zip(dealt, found, strict=True):
+            logprobs |= zip(mine, scores.logprobs, strict=True)
+        return Scores(found[0].version, tuple(logprobs[i] for i in range(len(sequences))))
+
+    async def publish(self) -> WeightUpdate:
+        parts: list[WeightUpdate] = await self._each("publish")
+        self._check_agreement("the version", [part.version for part in parts])
+        return joined(parts)
+
+    async def save(self, directory: str) -> None:
+        await self._save("save", Path(directory))
+
+    async def load(self, directory: str) -> int:
+        """No rank changes before every rank has read its rows and found them undamaged."""
+        await self._each("read", directory)
+        versions: list[int] = await self._each("adopt")
+        self._check_agreement("the version", versions)
+        return versions[0]
+
+    async def save_model(self, directory: str) -> None:
+        checkpoint.check_replaceable(Path(directory))
+        unfinished = await asyncio.to_thread(checkpoint.begin, Path(directory))
+        await self._ask([(self._ranks[0], "describe_model", (str(unfinished),))])
+        await self._each("write_rows", str(unfinished))
+        await asyncio.to_thread(checkpoint.replace, unfinished, Path(directory))
+
+    async def _save(self, method: str, directory: Path) -> None:
+        unfinished = await asyncio.to_thread(checkpoint.begin, directory)
+        saved: list[tuple[int, checkpoint.Part, dict[str, str]]] = await self._each(method, str(unfinished))
+        self._check_agreement("the version", [version for version, _, _ in saved])
+        prints = {key: value for _, _, found in saved for key, value in found.items()}
+        parts = [part for _, part, _ in saved]
+        extra = {"digest": digest(prints)}
+        await asyncio.to_thread(checkpoint.finish, unfinished, directory, saved[0][0], parts, extra)
+
+    async def _begin_anew(self, longest: int) -> None:
+        """All ranks as new processes with smaller micro-batches, and the state they had before this training step."""
+        rescued = self._directory / _RESCUED
+        # Nothing is left to wait for: the other ranks are stuck in a pass.
+        try:
+            self._token_budget = smaller_budget(self._token_budget, longest)
+            await self._save("rescue", rescued)
+        except HeadwayError as error:
+            raise await self._fail(error) from None
+        await self.end()
+        await self.start()
+        await self.load(str(rescued))
+        await asyncio.to_thread(shutil.rmtree, rescued)
+
+    # Asking ranks
+
+    async def _pass(self, method: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """What ranks do together: one that fails leaves the others waiting for it."""
+        calls = [(rank, method, share) for rank, share in zip(self._ranks, shares, strict=False)]
+        return await self._ask(calls, joint=True)
+
+    async def _each(self, method: str, *args: Any) -> list[Any]:
+        """What each rank does by itself."""
+        return await self._ask([(rank, method, args) for rank in self._ranks])
+
+    async def _ask(self, calls: Sequence[tuple[Rank, str, tuple[Any, ...]]], joint: bool = False) -> list[Any]:
+        if self._cause is not None:
+            raise type(self._cause)(str(self._cause))
+        tasks = [asyncio.ensure_future(getattr(rank, method)(*args)) for rank, method, args in calls]
+        try:
+            until = asyncio.FIRST_EXCEPTION if joint else asyncio.ALL_COMPLETED
+            done, waiting = await asyncio.wait(tasks, return_when=until)
+            if waiting and not any(isinstance(task.exception(), WorkerDied) for task in done):
+                _, waiting = await asyncio.wait(waiting, timeout=_SETTLE_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+        errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
+        if errors:
+            raise await self._judge(calls[0][1], errors, in_order=not waiting)
+        return [task.result() for task in tasks]
+
+    async def _judge(self, method: str, errors: list[BaseException], in_order: bool) -> BaseException:
+        """The error that caused the others. Ranks that can no longer work together are ended."""
+        gravest = min(errors, key=_gravity)
+        if isinstance(gravest, OutOfMemory) or (in_order and _gravity(gravest) == _gravity(HeadwayError())):
+            return gravest
+        if isinstance(gravest, DeadlineExceeded):
+            gravest = await self._name_the_silent(method, gravest)
+        return await self._fail(gravest)
+
+    async def _name_the_silent(self, method: str, late: DeadlineExceeded) -> DeadlineExceeded:
+        """When one rank is silent all calls are late, but the others still give a sign of life."""
+        signs = [with_deadline(rank, _SIGN_OF_LIFE_S).alive() for rank in self._ranks]
+        answers = await asyncio.gather(*signs, return_exceptions=True)
+        silent = [name for name, answer in zip(self._names, answers, strict=True) if answer is not None]
+        if not silent:
+            return late
+        return DeadlineExceeded(f"{late}; no sign of life from {', '.join(silent)}")
+
+    async def _fail(self, cause: BaseException) -> BaseException:
+        if isinstance(cause, HeadwayError):
+            self._cause = cause
+        await self.end()
+        return cause
+
+    def _check_agreement(self, what: str, answers: Sequence[object]) -> None:
+        for name, answer in zip(self._names, answers, strict=True):
+            if answer != answers[0]:
+                raise InvariantBroken(
+                    f"trainer ranks disagree on {what}: {self._names[0]} says {answers[0]}, {name} says {answer}"
+                )
+
+
+def _gravity(error: BaseException) -> int:
+    """Smallest for what explains the rest: whoever lost its peer says only that a connection broke."""
+    for place, kind in enumerate((WorkerDied, OutOfMemory, DeadlineExceeded)):
+        if isinstance(error, kind):
+            return place
+    return 3 if isinstance(error, HeadwayError) and not isinstance(error, RemoteError) else 4

@@ -1,0 +1,17 @@
+"""Several awaitables at the same time: all results, or one failure and nothing left under way."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+
+async def together(*starts: Awaitable[Any]) -> list[Any]:
+    """All results; when one fails, the others are ended first, so that no worker starts after the end of the run."""
+    tasks = [asyncio.ensure_future(start) for start in starts]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
