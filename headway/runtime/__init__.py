@@ -23,11 +23,19 @@ T = TypeVar("T")
 
 class Runtime(Protocol):
     async def start(self, name: str, cls: type[T], *args: Any, threads: int = 1) -> T:
-        """Construct `cls(*args)` and open it; returns the object itself or a handle that behaves like it."""
+        """Construct `cls(*args)` and open it; returns the object itself or a handle that behaves like it.
+
+        A name may be started again after its death or its stop. One that dies before it is open is no failure: it is
+        this call's error.
+        """
         ...
 
     async def failure(self) -> WorkerDied:
-        """Return when a worker died unexpectedly; never otherwise."""
+        """Return once for each worker that died unexpectedly, in turn; the error's `worker` is its name."""
+        ...
+
+    async def stop(self, name: str) -> None:
+        """End one worker now, which is no failure; killed if it does not close in a bounded time; dead is fine too."""
         ...
 
     async def close(self) -> None:
