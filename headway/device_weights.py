@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.errors import InvariantBroken, WeightMismatch
+from headway.errors import InvariantBroken, WorkerDied
 from headway.types import TensorInfo, WeightUpdate
 
 TRANSPORT = "cuda"
@@ -147,6 +147,6 @@ def _map(update: WeightUpdate) -> Tensor:
     try:
         storage = torch.UntypedStorage._new_shared_cuda(*parts)
     except RuntimeError as error:
-        raise WeightMismatch(f"version {update.version} is gone: its publisher has ended ({error})") from error
+        raise WorkerDied(f"version {update.version} is gone: its publisher has ended ({error})") from error
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return whole.set_(storage)[described["offset"] :]

@@ -20,7 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from headway.errors import InvariantBroken, WeightMismatch
+from headway.errors import InvariantBroken, WeightMismatch, WorkerDied
 from headway.types import TensorInfo, WeightUpdate
 
 _ALIGNMENT = 64
@@ -126,7 +126,7 @@ def open_update(update: WeightUpdate) -> dict[str, Tensor]:
         with open(update.location, "rb") as file:
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
-        raise WeightMismatch(f"version {update.version} is gone: its publisher has ended ({error.strerror})") from error
+        raise WorkerDied(f"version {update.version} is gone: its publisher has ended ({error.strerror})") from error
     whole = np.frombuffer(memory, dtype=np.uint8)
     tensors = {}
     for info in update.tensors:

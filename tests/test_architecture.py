@@ -38,10 +38,13 @@ LAYERS: list[tuple[str, str]] = [
     ("engines", "engine.embedded engine.fake"),
     ("the trainer; a child of the reward pool", "trainer reward_child"),
     ("warm-up on the trainer's parts; the pool", "sft reward"),
+    ("what an answer must be, which engine is asked", "answers routing"),
     ("the worker that calls engine and pool", "rollout"),
-    ("measuring through the workers", "evaluate"),
-    ("the controller", "controller"),
+    ("measuring through the workers; recorded steps again", "evaluate retrain"),
     ("starting workers", "fleet"),
+    ("keeping them alive", "supervise"),
+    ("who is there", "roster"),
+    ("the controller", "controller"),
     ("starting, stopping, going on", "launch resume plan"),
     ("the command line", "cli"),
 ]
@@ -53,11 +56,12 @@ SAME_LAYER = {
 }
 
 WORKERS = ("engine", "engine.embedded", "engine.fake", "trainer", "rollout", "reward", "reward_child", "sft")
-BOSSES = ("controller", "fleet", "launch", "resume", "plan", "cli")
+BOSSES = ("controller", "roster", "supervise", "fleet", "launch", "resume", "plan", "cli")
 
 NEVER_TORCH = """
     errors codec types config staleness packing advantages runtime references verifiers workflows events record history
     ledger metrics picture view report buffer tokenizer prompts reward reward_child rollout evaluate engine cli
+    answers routing
 """
 """Modules that can be imported where torch is not: what runs in the controller, the reward pool and the viewer."""
 

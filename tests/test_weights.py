@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from training import make_batch, make_trainer
 
-from headway.errors import InvariantBroken, WeightMismatch
+from headway.errors import InvariantBroken, WeightMismatch, WorkerDied
 from headway.models import load_model, named_weights
 from headway.types import WeightUpdate
 from headway.weights import Publisher, ShadowWeights, digest, fingerprint, fingerprints, open_update
@@ -139,7 +139,7 @@ def test_buffers_vanish_when_the_publisher_closes() -> None:
     publisher.close()
     assert not any(os.path.exists(file) for file in files)
     assert equal(kept, numbered(1.0))  # a reader that has it open keeps it
-    with pytest.raises(WeightMismatch) as error:
+    with pytest.raises(WorkerDied) as error:
         open_update(updates[1])
     assert str(error.value) == "version 1 is gone: its publisher has ended (No such file or directory)"
 
