@@ -1,14 +1,15 @@
 """Checkpoints: two slots by turns, each written whole or not at all, and models as ordinary transformers directories.
 
 A slot holds one safetensors file and a small JSON file with a checksum of every tensor; it is made beside the old one,
-brought to disk and renamed into place. A kill at any moment leaves at least one whole slot, and a damaged one is
-recognised, named and passed over. Prompts and groups are not in here: the event log has them.
+brought to disk and renamed into place. A kill at any moment, or a full disk, leaves at least one whole slot, and a
+damaged one is recognised, named and passed over. Prompts and groups are not in here: the event log has them.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from headway.errors import ConfigError, HeadwayError
+from headway.errors import ConfigError, HeadwayError, SaveFailed
 from headway.events import fsync_directory
 from headway.weights import fingerprints
 
@@ -40,14 +41,25 @@ def slot_for(num_saved: int) -> str:
 
 def save(directory: Path, version: int, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> None:
     """Write a slot: beside its final place first, then renamed."""
+    with _replacing(directory) as unfinished:
+        unfinished.mkdir(parents=True)
+        plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        save_file(plain, unfinished / _TENSORS)
+        description = {"version": version, "tensors": _signatures(plain), "extra": extra}
+        (unfinished / _DESCRIPTION).write_text(json.dumps(description | {"checksum": _checksum(description)}))
+
+
+@contextmanager
+def _replacing(directory: Path) -> Iterator[Path]:
+    """A place beside `directory` to write to, which takes its place when all of it is on disk; else nothing changes."""
     unfinished = directory.with_name(directory.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    save_file(plain, unfinished / _TENSORS)
-    description = {"version": version, "tensors": _signatures(plain), "extra": extra}
-    (unfinished / _DESCRIPTION).write_text(json.dumps(description | {"checksum": _checksum(description)}))
-    replace(unfinished, directory)
+    try:
+        yield unfinished
+        replace(unfinished, directory)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise SaveFailed(f"cannot write {directory}: {error}; make room or repair the disk") from error
 
 
 def load(directory: Path) -> Checkpoint:
@@ -80,11 +92,9 @@ def _checksum(description: dict[str, Any]) -> str:
 def save_model(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """An ordinary transformers directory, complete or absent."""
     check_replaceable(directory)
-    unfinished = directory.with_name(directory.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    replace(unfinished, directory)
+    with _replacing(directory) as unfinished:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
 
 
 def check_replaceable(directory: Path) -> None:

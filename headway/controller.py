@@ -32,7 +32,7 @@ import numpy as np
 from headway.buffer import Buffer
 from headway.checkpoint import slot_for
 from headway.config import Config
-from headway.errors import DeadlineExceeded, InvariantBroken, RunFailed, WeightMismatch
+from headway.errors import DeadlineExceeded, InvariantBroken, RunFailed, SaveFailed, WeightMismatch
 from headway.evaluate import evaluate
 from headway.events import read
 from headway.fleet import Fleet, Workers
@@ -114,6 +114,7 @@ class Controller:
         )
         self._evaluation: asyncio.Task[None] | None = None
         self._num_skipped = 0
+        self._num_unsaved = 0  # checkpoints in a row that could not be written
         self._num_checkpoints = progress.num_checkpoints
         self._num_generating = 0
         self._admission_wait_s = 0.0
@@ -297,7 +298,16 @@ class Controller:
         started = time.time()
         slot = slot_for(self._num_checkpoints)
         await self.log.flush()
-        await self._with_trainer(lambda trainer: trainer.save(str(self.directory / "checkpoint" / slot)))
+        # A disk that is full may have room later; the other slot and the record lead to the same weights until then.
+        try:
+            await self._with_trainer(lambda trainer: trainer.save(str(self.directory / "checkpoint" / slot)))
+        except SaveFailed as error:
+            self.log.append("checkpoint_failed", version=self.version, slot=slot, cause=str(error))
+            self._num_unsaved += 1
+            if self._num_unsaved > self.config.supervise.max_failures:
+                raise
+            return
+        self._num_unsaved = 0
         self._num_checkpoints += 1
         self.log.append("checkpointed", version=self.version, slot=slot, seconds=time.time() - started)
 

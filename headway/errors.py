@@ -33,6 +33,10 @@ class WeightMismatch(HeadwayError):
     """Weights that arrived are not the weights that were published."""
 
 
+class SaveFailed(HeadwayError):
+    """A checkpoint or a model could not be written; what was there before is still there."""
+
+
 class InvariantBroken(HeadwayError):
     """A promise Headway makes about its own data did not hold; the run stops rather than train on it."""
 
@@ -50,6 +54,7 @@ BY_NAME: dict[str, type[HeadwayError]] = {
         DeadlineExceeded,
         RequestRefused,
         WeightMismatch,
+        SaveFailed,
         InvariantBroken,
         RunFailed,
     )
