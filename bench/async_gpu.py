@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headway.config import Config
-    from headway.controller import Workers
+    from headway.fleet import Fleet, Workers
     from headway.launch import Prepared
     from headway.types import Prompt
 
@@ -161,8 +161,9 @@ class Listener:
 class Bench:
     """The processes all arms share, and where the trainer stands."""
 
-    def __init__(self, options: argparse.Namespace, directory: Path, model: Path, workers: "Workers"):
-        self.options, self.directory, self.model, self.workers = options, directory, model, workers
+    def __init__(self, options: argparse.Namespace, directory: Path, model: Path, fleet: "Fleet", workers: "Workers"):
+        self.options, self.directory, self.model = options, directory, model
+        self.fleet, self.workers = fleet, workers
         self._alone: dict[tuple[str, int], float] = {}
 
     async def run(self, plan: Plan, name: str) -> Message:
@@ -180,7 +181,8 @@ class Bench:
         progress, tasks = _progress(prepared, version), _tasks(prepared, version * plan.groups)
         with open(os.devnull, "w") as nowhere:
             view = open_view(nowhere)
-            controller = Controller(prepared.config, self.workers, tasks, progress, log, directory, view)
+            given = self.fleet, self.workers, tasks, progress, log, directory, view
+            controller = Controller(prepared.config, *given)
             run = asyncio.create_task(controller.run())
             try:
                 await listener.steps(plan.skip + plan.steps, run)
@@ -210,7 +212,7 @@ class Bench:
         if key not in self._alone:
             prepared = prepare(self.options, self.directory, self.model, plan)
             tasks = [asyncio.create_task(self._generate(prepared, first, num_groups)) for first in range(num_groups)]
-            (engine,) = self.workers.engines.values()
+            (engine,) = self.workers.generation.engines.values()
             await asyncio.sleep(self.options.rate_s)
             before, started = await engine.stats(), time.perf_counter()
             await asyncio.sleep(self.options.rate_s)
@@ -226,9 +228,10 @@ class Bench:
         from headway.types import Admission
 
         size = prepared.config.rollout.group_size
+        (worker,) = self.workers.generation.rollout.values()
         for number in itertools.count(first, stride):
             prompt = prepared.prompts[number % len(prepared.prompts)]
-            await self.workers.rollout[0].run(Admission(10**6 + number, prompt, size, 0, 0, prepared.sampling))
+            await worker.run(Admission(10**6 + number, prompt, size, 0, 0, prepared.sampling))
 
 
 def prepare(options: argparse.Namespace, directory: Path, model: Path, plan: Plan) -> "Prepared":
@@ -383,15 +386,15 @@ def show(results: list[Message], console: "Console") -> None:
 @asynccontextmanager
 async def open_bench(options: argparse.Namespace, directory: Path) -> AsyncIterator[Bench]:
     """Engine, trainer and rollout worker, started and warmed up."""
-    from headway import fleet
+    from headway.fleet import Fleet, open_runtime
 
     model = model_directory(options.shape, directory, options.device)
     prepared = prepare(options, directory, model, WARM_UP)
     # The workers import the workflow from this directory's modules.
     sys.path.insert(0, str(Path(__file__).resolve().parent))
-    async with fleet.open_runtime(prepared.config, directory / "workers") as runtime:
-        workers = await fleet.start_all(runtime, prepared.config, None)
-        bench = Bench(options, directory, model, workers)
+    async with open_runtime(prepared.config, directory / "workers") as runtime:
+        fleet = Fleet(runtime, prepared.config, None)
+        bench = Bench(options, directory, model, fleet, await fleet.start_all())
         if not options.cold:
             await bench.run(WARM_UP, "warm-up")
         yield bench

@@ -2,8 +2,9 @@
 
 A slot holds a safetensors file for each trainer rank, with the rows of every tensor that the rank holds, and a small
 JSON file with a checksum of each; it is made beside the old one, brought to disk and renamed into place. A kill at any
-moment leaves at least one whole slot, and a damaged one is recognised, named and passed over. However many ranks wrote
-it, any number can read it, each its own rows. Prompts and groups are not in here: the event log has them.
+moment, or a full disk, leaves at least one whole slot, and a damaged one is recognised, named and passed over. However
+many ranks wrote it, any number can read it, each its own rows. Prompts and groups are not in here: the event log has
+them.
 """
 
 import copy
@@ -12,7 +13,8 @@ import os
 import shutil
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headway.codec import noun
-from headway.errors import ConfigError, HeadwayError
+from headway.errors import ConfigError, HeadwayError, SaveFailed
 from headway.events import fsync_directory
 from headway.weights import bytes_of, fingerprints
 
@@ -59,13 +61,28 @@ def slot_for(num_saved: int) -> str:
 
 def save(directory: Path, version: int, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> None:
     """Write a slot of whole tensors."""
-    unfinished = begin(directory)
-    finish(unfinished, directory, version, [write_part(unfinished, _TENSORS, tensors, {})], extra)
+    with saving(directory):
+        unfinished = begin(directory)
+        finish(unfinished, directory, version, [write_part(unfinished, _TENSORS, tensors, {})], extra)
+
+
+@contextmanager
+def saving(directory: Path) -> Iterator[None]:
+    """What cannot be written is told as such; what lies at `directory` is still what it was."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(_unfinished(directory), ignore_errors=True)
+        raise SaveFailed(f"cannot write {directory}: {error}; make room or repair the disk") from error
+
+
+def _unfinished(directory: Path) -> Path:
+    return directory.with_name(directory.name + ".unfinished")
 
 
 def begin(directory: Path) -> Path:
     """An empty place beside the final one, for the parts of a slot or for a model."""
-    unfinished = directory.with_name(directory.name + ".unfinished")
+    unfinished = _unfinished(directory)
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     return unfinished
@@ -180,10 +197,11 @@ def _checksum(description: dict[str, Any]) -> str:
 def save_model(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """An ordinary transformers directory, complete or absent."""
     check_replaceable(directory)
-    unfinished = begin(directory)
-    model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    replace(unfinished, directory)
+    with saving(directory):
+        unfinished = begin(directory)
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        replace(unfinished, directory)
 
 
 def describe_model(

@@ -126,6 +126,14 @@ class EngineSection(Section):
         return _placement("engine", self.count, self.devices)
 
 
+class SuperviseSection(Section):
+    health_s: float = Field(30.0, gt=0, description="a worker that is silent for so long is killed and replaced")
+    max_failures: int = Field(5, ge=0, description="losses of one worker within the window that it is started after")
+    window_s: float = Field(600.0, gt=0, description="the window in which a worker's losses are counted, in seconds")
+    backoff_s: float = Field(1.0, ge=0, description="wait before a lost worker's first restart; doubles each time")
+    replace_slow: bool = Field(False, description="replace an engine that stays far slower than the others")
+
+
 class StalenessSection(Section):
     max_staleness: int = Field(4, ge=0, description="the bound η in versions; 0 is synchronous training")
     window: int = Field(0, ge=-1, description="take-order window W in groups; 0 means one batch, -1 means no bound")
@@ -223,6 +231,7 @@ class Config(Section):
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     reward: RewardSection = Field(default_factory=RewardSection)
     engine: EngineSection = Field(default_factory=EngineSection)
+    supervise: SuperviseSection = Field(default_factory=SuperviseSection)
     staleness: StalenessSection = Field(default_factory=StalenessSection)
     trainer: TrainerSection = Field(default_factory=TrainerSection)
     weights: WeightsSection = Field(default_factory=WeightsSection)

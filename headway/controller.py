@@ -5,10 +5,12 @@
                   └───────────── weights ◄───────────┘
 
 Three loops, joined by what they wait for: admission waits for room under Eq. 3, training waits for a batch, and each
-training step's weights travel to the engines beside the next step. Everything that happens is an event first.
+training step's weights travel to the engines beside the next step. Everything that happens is an event first. Workers
+that are lost are started again beside all this (roster.py, supervise.py); the trainer comes back at the version it had.
 
 Invariants that live here:
-  1. One admission authority: every admission asks `StalenessControl` with the lowest version confirmed by all engines.
+  1. One admission authority: every admission asks `StalenessControl` with the lowest version confirmed by all engines
+     that may serve.
   2. Nothing vanishes: the ledger is checked after every training step.
   4. η = 0 is synchronous training: no line here asks whether it is; Eq. 3 alone makes the two sides take turns.
   6. Parity: after each swap, engine and trainer score the same probe, and the largest difference is an event.
@@ -21,35 +23,44 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from headway.buffer import Buffer
 from headway.checkpoint import slot_for
 from headway.config import Config
-from headway.engine import Engine
-from headway.errors import DeadlineExceeded, RunFailed, WeightMismatch, WorkerDied
+from headway.errors import DeadlineExceeded, InvariantBroken, RunFailed, SaveFailed, WeightMismatch
 from headway.evaluate import evaluate
+from headway.events import read
+from headway.fleet import Fleet, Workers
+from headway.ledger import fold
 from headway.prompts import PromptStream
-from headway.ranks import RankedTrainer
-from headway.record import RunLog
-from headway.rollout import RolloutWorker
+from headway.ranks import AnyTrainer
+from headway.record import EVENTS_NAME, RunLog
+from headway.retrain import load_newest_checkpoint, retrain
+from headway.roster import Published, Roster
 from headway.staleness import StalenessControl
-from headway.trainer import Trainer
-from headway.types import Admission, Batch, DropReason, Group, Ints, Prompt, Sampling, Scores, StepReport, WeightUpdate
+from headway.supervise import LOST, Kept, Supervisor
+from headway.types import (
+    Admission,
+    Batch,
+    DropReason,
+    EngineStats,
+    Group,
+    Ints,
+    Prompt,
+    Sampling,
+    Scores,
+    StepReport,
+    WeightUpdate,
+)
 from headway.view import View
 from headway.weights import digest
 
-
-@dataclass
-class Workers:
-    """Handles to everything the controller moves groups between."""
-
-    engines: dict[str, Engine]
-    trainer: Trainer | RankedTrainer
-    rollout: list[RolloutWorker]
-    failure: Callable[[], Awaitable[WorkerDied]]
+R = TypeVar("R")
 
 
 @dataclass
@@ -80,6 +91,7 @@ class Controller:
     def __init__(
         self,
         config: Config,
+        fleet: Fleet,
         workers: Workers,
         tasks: Tasks,
         progress: Progress,
@@ -87,17 +99,22 @@ class Controller:
         directory: Path,
         view: View,
     ):
-        self.config, self.workers, self.tasks, self.log = config, workers, tasks, log
+        self.config, self.tasks, self.log = config, tasks, log
         self.directory, self.view = directory, view
         self.version = progress.version
         self.staleness, self.buffer = progress.staleness, progress.buffer
         self._progress = progress
-        self._confirmed = -1
         self._changed = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
-        self._update: asyncio.Task[None] | None = None
+        self._supervisor = Supervisor(fleet, config.supervise, log)
+        self._trainer: Kept[AnyTrainer] = Kept("trainer", workers.trainer, fleet.start_trainer)
+        self.roster = Roster(
+            *(config, fleet, workers.generation, self._supervisor, log),
+            *(self._send_to, self._on_stats, self._changed),
+        )
         self._evaluation: asyncio.Task[None] | None = None
         self._num_skipped = 0
+        self._num_unsaved = 0  # checkpoints in a row that could not be written
         self._num_checkpoints = progress.num_checkpoints
         self._num_generating = 0
         self._admission_wait_s = 0.0
@@ -107,58 +124,61 @@ class Controller:
         """From the current version to the last; ends early with the cause if any part of it dies."""
         try:
             async with self._tasks:
-                watch = self._tasks.create_task(self._watch())
-                await self._send_weights(await self.workers.trainer.publish(), await self._score_probe())
+                background = [self._tasks.create_task(self._supervisor.watch())]
+                background.append(self._tasks.create_task(self._keep_trainer()))
+                self.roster.keep_all(self._tasks)
+                await self.roster.publish(await self._with_trainer(self._publish))
+                await self.roster.current()
                 if not self._progress.evaluated_before:
                     await self._evaluate_alone("before")
-                background = [self._tasks.create_task(self._observe()), self._tasks.create_task(self._admit()), watch]
+                background.append(self._tasks.create_task(self._admit()))
                 await self._train()
                 await self._finish()
+                self.roster.let_go()
                 for task in background:
                     task.cancel()
         except BaseExceptionGroup as errors:
             raise _first_cause(errors) from errors
-
-    async def _watch(self) -> None:
-        """Waits for a worker to die; produces the end of the run, with the cause."""
-        raise await self.workers.failure()
 
     # Admission
 
     async def _admit(self) -> None:
         """Consumes prompts; waits for room; is unblocked by a confirmed version, a take or a drop; produces groups."""
         for group_id in self._progress.unfinished:
-            self._tasks.create_task(self._generate(self._admission(group_id)))
+            self._tasks.create_task(self._generate(self._admission(group_id, self.version)))
         while True:
             started = time.time()
             while not self._has_room():
                 self._changed.clear()
                 await self._changed.wait()
             self._admission_wait_s += time.time() - started
-            group_id = self.staleness.admit(self._confirmed)
-            admission = self._admission(group_id)
+            version = self.roster.confirmed
+            assert version is not None  # there is room
+            group_id = self.staleness.admit(version)
+            admission = self._admission(group_id, version)
             self.log.append(
-                "admitted", group=group_id, prompt=admission.prompt.index, eta=admission.eta, version=self._confirmed
+                "admitted", group=group_id, prompt=admission.prompt.index, eta=admission.eta, version=version
             )
             self._tasks.create_task(self._generate(admission))
             # A burst of admissions must not keep finished groups from being taken.
             await asyncio.sleep(0)
 
     def _has_room(self) -> bool:
-        """Eq. 3, the configured limit, and no group more than the run will train."""
+        """Eq. 3, the configured limit, no group more than the run will train, and an engine that serves."""
         control, limit = self.staleness, self.config.rollout.max_groups
         num_wanted = self.config.run.steps * control.batch_groups
         if control.num_admitted - control.num_dropped >= num_wanted or (limit and control.num_untaken >= limit):
             return False
-        return control.may_admit(self._confirmed)
+        version = self.roster.confirmed
+        return version is not None and control.may_admit(version)
 
-    def _admission(self, group_id: int) -> Admission:
+    def _admission(self, group_id: int, version: int) -> Admission:
         return Admission(
             group=group_id,
             prompt=self.tasks.stream[group_id],
             size=self.config.rollout.group_size,
             eta=self.config.staleness.max_staleness,
-            version=self._confirmed,
+            version=version,
             sampling=self.tasks.sampling,
         )
 
@@ -166,8 +186,7 @@ class Controller:
         """One group's life from admission to the buffer, or to its drop."""
         started = time.time()
         self._num_generating += 1
-        worker = self.workers.rollout[admission.group % len(self.workers.rollout)]
-        group = await worker.run(admission)
+        group = await self.roster.run(admission)
         self._num_generating -= 1
         if group.trajectories:
             self.log.finished(group, seconds=time.time() - started)
@@ -206,11 +225,12 @@ class Controller:
                 self.log.append("taken", version=self.version, groups=[group.id for group in groups])
             self._progress.untrained_batch = None
             self._changed.set()
-            report = await self.workers.trainer.train(batch)
-            if report.skipped:
+            report, published = await self._with_trainer(partial(self._step, batch))
+            if published is None:
                 self._skip(batch, report)
                 continue
-            await self._accept(batch, report, wait_s)
+            self._accept(batch, report, published.update, wait_s)
+            await self.roster.publish(published)
             await self._save_and_evaluate()
 
     async def _take_batch(self) -> tuple[Group, ...]:
@@ -223,12 +243,16 @@ class Controller:
         what = f"{self.staleness.batch_groups} finished groups"
         raise DeadlineExceeded(f"waited more than {seconds:g} s for {what}; raise run.deadline_s if that is too short")
 
-    async def _accept(self, batch: Batch, report: StepReport, wait_s: float) -> None:
-        """A training step succeeded: publish, record, and let the weights travel beside the next step."""
-        if self._update is not None:
-            await self._update
-        update = await self.workers.trainer.publish()
-        reference = await self._score_probe()
+    async def _step(self, batch: Batch, trainer: AnyTrainer) -> tuple[StepReport, Published | None]:
+        """One batch, to weights that may travel; all by one life of the trainer, or all of it again by the next."""
+        report = await trainer.train(batch)
+        if report.skipped:
+            return report, None
+        await self.roster.current()  # publishing writes over the version before the last
+        return report, await self._publish(trainer)
+
+    def _accept(self, batch: Batch, report: StepReport, update: WeightUpdate, wait_s: float) -> None:
+        """A training step succeeded: record it; its weights travel beside the next step."""
         self._num_skipped = 0
         self.version = report.version
         self.staleness.trained(group.id for group in batch.groups)
@@ -249,7 +273,6 @@ class Controller:
             metrics=report.metrics,
             digest=digest(update.fingerprints),
         )
-        self._update = self._tasks.create_task(self._send_weights(update, reference))
 
     def _skip(self, batch: Batch, report: StepReport) -> None:
         groups = [group.id for group in batch.groups]
@@ -275,33 +298,70 @@ class Controller:
         started = time.time()
         slot = slot_for(self._num_checkpoints)
         await self.log.flush()
-        await self.workers.trainer.save(str(self.directory / "checkpoint" / slot))
+        # A disk that is full may have room later; the other slot and the record lead to the same weights until then.
+        try:
+            await self._with_trainer(lambda trainer: trainer.save(str(self.directory / "checkpoint" / slot)))
+        except SaveFailed as error:
+            self.log.append("checkpoint_failed", version=self.version, slot=slot, cause=str(error))
+            self._num_unsaved += 1
+            if self._num_unsaved > self.config.supervise.max_failures:
+                raise
+            return
+        self._num_unsaved = 0
         self._num_checkpoints += 1
         self.log.append("checkpointed", version=self.version, slot=slot, seconds=time.time() - started)
 
     async def _finish(self) -> None:
-        for task in (self._update, self._evaluation):
-            if task is not None:
-                await task
+        await self.roster.current()
+        if self._evaluation is not None:
+            await self._evaluation
         await self._evaluate_alone("after")
-        await self.workers.trainer.save_model(str(self.directory / "model"))
-        await self._look_at_engines()
+        await self._with_trainer(lambda trainer: trainer.save_model(str(self.directory / "model")))
+        await self.roster.look_at_engines()
+
+    # The trainer
+
+    async def _with_trainer(self, call: Callable[[AnyTrainer], Awaitable[R]]) -> R:
+        """What the trainer answers; when it is lost meanwhile, what it answers when it is back."""
+        while True:
+            trainer = await self._trainer.get()
+            try:
+                return await call(trainer)
+            except LOST as error:
+                self._trainer.lose(trainer, error)
+
+    async def _keep_trainer(self) -> None:
+        async def serve(trainer: AnyTrainer) -> None:
+            if self._trainer.life:
+                await self._bring_back(trainer)
+            self._supervisor.serves(self._trainer)
+            await asyncio.Event().wait()
+
+        async def on_lost() -> None:
+            """Generation goes on with the weights it has, as far as admission allows."""
+
+        await self._supervisor.keep(self._trainer, serve, on_lost)
+
+    async def _bring_back(self, trainer: AnyTrainer) -> None:
+        """A new trainer to the version of the lost one, as a resume would; its weights to whom they did not reach."""
+        await self.log.flush()
+        state = fold(await asyncio.to_thread(read, self.directory / EVENTS_NAME))
+        if state.num_trained != self.version:
+            raise InvariantBroken(f"the record is at version {state.num_trained}, the controller at {self.version}")
+        from_version = await load_newest_checkpoint(state, trainer, self.directory, self.view.message)
+        with self.view.phase(f"retraining {self.version - from_version} recorded steps") as phase:
+            await retrain(self.log.record.load, state, trainer, from_version, phase.progress)
+        if self.roster.published is not None:
+            await self.roster.publish(await self._publish(trainer))
+
+    async def _publish(self, trainer: AnyTrainer) -> Published:
+        return Published(await trainer.publish(), await trainer.score(self.tasks.probe, 1.0))
 
     # Weights
 
-    async def _score_probe(self) -> Scores:
-        return await self.workers.trainer.score(self.tasks.probe, 1.0)
-
-    async def _send_weights(self, update: WeightUpdate, reference: Scores) -> None:
-        """Every engine, at the same time, receives the update beside its work, swaps, and proves what it runs."""
-        async with asyncio.TaskGroup() as sending:
-            for name in self.workers.engines:
-                sending.create_task(self._send_to(name, update, reference))
-        self._confirmed = update.version  # only now: it is the lowest of all engines
-        self._changed.set()
-
     async def _send_to(self, name: str, update: WeightUpdate, reference: Scores) -> None:
-        engine = self.workers.engines[name]
+        """The engine receives the update beside its work, swaps, and proves what it runs."""
+        engine = self.roster.engine(name)
         started = time.time()
         await engine.stage_weights(update)
         stage_s = time.time() - started
@@ -333,9 +393,9 @@ class Controller:
         self, label: str, share: int, on_progress: Callable[[int, int], None] = lambda done, total: None
     ) -> None:
         """Held-out accuracy, on one part in `share` of the engines' places."""
-        concurrency = max(1, self.config.engine.max_num_seqs * len(self.workers.engines) // share)
+        concurrency = max(1, self.config.engine.max_num_seqs * len(self.roster.engines) // share)
         found = await evaluate(
-            self.workers.rollout, self.tasks.held_out, self.tasks.eval_sampling, self.version, concurrency, on_progress
+            self.roster.run, self.tasks.held_out, self.tasks.eval_sampling, self.version, concurrency, on_progress
         )
         self.log.append(
             "evaluated",
@@ -348,25 +408,17 @@ class Controller:
             seconds=found.seconds,
         )
 
-    async def _observe(self) -> None:
-        while True:
-            await asyncio.sleep(self.config.metrics.stats_every_s)
-            await self._look_at_engines()
-
-    async def _look_at_engines(self) -> None:
-        engines = self.workers.engines
-        looks = await asyncio.gather(*(engine.stats() for engine in engines.values()))
-        for name, stats in zip(engines, looks, strict=True):
-            fields = {field: getattr(stats, field) for field in stats.__dataclass_fields__}
-            self.log.append(
-                "stats",
-                engine=name,
-                **fields,
-                inflight=self._num_generating,
-                ready=self.buffer.num_ready,
-                admission_wait_s=self._admission_wait_s,
-                trainer_wait_s=self._trainer_wait_s,
-            )
+    def _on_stats(self, engine: str, stats: EngineStats) -> None:
+        fields = {field: getattr(stats, field) for field in stats.__dataclass_fields__}
+        self.log.append(
+            "stats",
+            engine=engine,
+            **fields,
+            inflight=self._num_generating,
+            ready=self.buffer.num_ready,
+            admission_wait_s=self._admission_wait_s,
+            trainer_wait_s=self._trainer_wait_s,
+        )
 
 
 def parity(one: Scores, other: Scores) -> float:

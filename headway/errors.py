@@ -14,7 +14,11 @@ class ConfigError(HeadwayError):
 
 
 class WorkerDied(HeadwayError):
-    """A worker process ended while somebody still needed it."""
+    """A worker process ended while somebody still needed it; `worker` is its name where the runtime says it."""
+
+    def __init__(self, sentence: str = "", worker: str = "") -> None:
+        super().__init__(sentence)
+        self.worker = worker
 
 
 class DeadlineExceeded(HeadwayError):
@@ -37,6 +41,10 @@ class OutOfMemory(HeadwayError):
     """One of several trainer ranks ran out of GPU memory; smaller micro-batches may fit."""
 
 
+class SaveFailed(HeadwayError):
+    """A checkpoint or a model could not be written; what was there before is still there."""
+
+
 class InvariantBroken(HeadwayError):
     """A promise Headway makes about its own data did not hold; the run stops rather than train on it."""
 
@@ -56,6 +64,7 @@ BY_NAME: dict[str, type[HeadwayError]] = {
         WeightMismatch,
         WeightsUnreachable,
         OutOfMemory,
+        SaveFailed,
         InvariantBroken,
         RunFailed,
     )

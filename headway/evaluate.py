@@ -2,10 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from headway.rollout import RolloutWorker
 from headway.types import Admission, Group, Prompt, Sampling
 
 
@@ -23,14 +22,14 @@ class Evaluation:
 
 
 async def evaluate(
-    workers: list[RolloutWorker],
+    run: Callable[[Admission], Awaitable[Group]],
     prompts: list[Prompt],
     sampling: Sampling,
     version: int,
     concurrency: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """One completion for each prompt, at most `concurrency` at a time."""
+    """One completion for each prompt, by `run`, at most `concurrency` at a time."""
     started = time.time()
     room = asyncio.Semaphore(concurrency)
     num_done = 0
@@ -39,7 +38,7 @@ async def evaluate(
         nonlocal num_done
         admission = Admission(number, prompt, 1, 0, version, sampling, f"eval@{version}")
         async with room:
-            group = await workers[number % len(workers)].run(admission)
+            group = await run(admission)
         num_done += 1
         progress(num_done, len(prompts))
         return group

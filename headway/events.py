@@ -18,9 +18,17 @@ number that is not finite is written as null. The controller is the only writer.
   swapped       version, engine, stage_s, pause_ms, interrupted, recomputed, parity_max_abs
   stats         engine, version, running, waiting, num_generated, num_prefilled, num_recomputed, num_preempted, busy_s,
                 kv_used, kv_total, inflight, ready (groups), admission_wait_s, trainer_wait_s; counters start with the
-                process; num_generated counts training only; each engine's last one, before `ended`, is final
+                engine's process; num_generated counts training only; each engine's last one, before `ended`, is final
   evaluated     label (before, step, after), version, version_last, accuracy, num, mean_tokens, seconds
   checkpointed  version, slot (a, b), seconds
+  checkpoint_failed  version, slot, cause; the slot's older checkpoint stays, and the next occasion tries again
+  worker_lost   worker, cause, groups (begun again elsewhere, under their own ids)
+  worker_restarted  worker, life (how often it was lost), seconds (it was away); it serves again from here
+  continued     engine (the one lost or left), requests (that go on elsewhere), tokens (they bring), seconds (the
+                longest of them was nowhere)
+  joined        engine, version (proved); it was asked for while the run went on, and serves from here
+  left          engine, cause (why it serves no more and is not replaced)
+  slow          engine, tokens_per_s, others_per_s (per running sequence)
   ended         status (finished, failed, stopped), cause, ledger
 
 Invariants that live here:
@@ -60,6 +68,13 @@ SCHEMA: dict[str, frozenset[str]] = {
         "kv_used kv_total inflight ready admission_wait_s trainer_wait_s",
         "evaluated": "label version version_last accuracy num mean_tokens seconds",
         "checkpointed": "version slot seconds",
+        "checkpoint_failed": "version slot cause",
+        "worker_lost": "worker cause groups",
+        "worker_restarted": "worker life seconds",
+        "continued": "engine requests tokens seconds",
+        "joined": "engine version",
+        "left": "engine cause",
+        "slow": "engine tokens_per_s others_per_s",
         "ended": "status cause ledger",
     }.items()
 }

@@ -1,23 +1,30 @@
-"""Starts the workers of a run through a runtime, each with what the config gives it: all at once, and all or none."""
+"""Starts the workers of a run through a runtime, each with what the config gives it: all at once, and all or none.
 
-from collections.abc import AsyncIterator
+Afterwards any of them can be ended and started again under its name, and engines can be added.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headway.colocation import side_by_side
 from headway.config import Config, WeightsSection
 from headway.engine import Engine
-from headway.errors import ConfigError
+from headway.errors import ConfigError, WorkerDied
 from headway.runtime import InlineRuntime, LocalRuntime, Runtime, together, with_deadline
 from headway.weight_stream import is_loopback
 
 if TYPE_CHECKING:
-    from headway.controller import Workers
-    from headway.ranks import RankedTrainer
+    from headway.ranks import AnyTrainer
+    from headway.reward import RewardPool
     from headway.rollout import RolloutWorker
-    from headway.trainer import Trainer
 
+T = TypeVar("T")
+
+_LOOK_S = 1.0
 _KV_SHARE, _SHARED_KV_SHARE = 0.8, 0.3
 """The part of a GPU's free memory that keys and values take when not told: without the trainer there, and with it."""
 
@@ -40,12 +47,98 @@ async def open_runtime(config: Config, directory: Path) -> AsyncIterator[Runtime
             await runtime.close()
 
 
-async def start_generation(runtime: Runtime, config: Config) -> "tuple[dict[str, Engine], list[RolloutWorker]]":
-    """The engines by name, all started at the same time, and the rollout workers that ask them."""
+@dataclass
+class Generation:
+    """Handles to the workers that generate and reward, as they were first started; engines and workers by name."""
+
+    engines: dict[str, Engine]
+    rollout: "dict[str, RolloutWorker]"
+    rewards: "RewardPool"
+
+
+@dataclass
+class Workers:
+    """Handles to everything the controller moves groups between."""
+
+    generation: Generation
+    trainer: "AnyTrainer"
+
+
+class Fleet:
+    """Starts and ends the workers of one run, each under its name."""
+
+    def __init__(self, runtime: Runtime, config: Config, worst_staleness: int | None) -> None:
+        self._runtime, self._config, self._worst_staleness = runtime, config, worst_staleness
+
+    async def start_all(self) -> Workers:
+        generation, trainer = await together(start_generation(self._runtime, self._config), self.start_trainer())
+        return Workers(generation, trainer)
+
+    async def start_engine(self, name: str) -> Engine:
+        """An engine of the config, or one more than it has, which takes its turn among the devices."""
+        devices = self._config.engine.devices
+        number = int(name.removeprefix("engine").removeprefix("-") or 0)
+        return await _start_engine(self._runtime, self._config, name, devices[number % len(devices)])
+
+    async def start_rollout(self, name: str) -> "RolloutWorker":
+        return await _start_rollout(self._runtime, self._config, name)
+
+    async def start_rewards(self) -> "RewardPool":
+        return await _start_rewards(self._runtime, self._config)
+
+    async def start_trainer(self) -> "AnyTrainer":
+        return await start_trainer(self._runtime, self._config, self._worst_staleness)
+
+    async def stop(self, name: str) -> None:
+        ranks = self._config.trainer.placement
+        await together(*(self._runtime.stop(process) for process in (ranks if name == "trainer" else [name])))
+
+    async def failure(self) -> WorkerDied:
+        """The next death; that of a rank is the trainer's."""
+        death = await self._runtime.failure()
+        return WorkerDied(str(death), "trainer") if death.worker in self._config.trainer.placement else death
+
+
+async def start_generation(runtime: Runtime, config: Config) -> Generation:
+    """Engines, rollout workers and reward pool, all started at the same time and then connected."""
     placement = config.engine.placement
-    started = await together(*(_start_engine(runtime, config, *placed) for placed in placement.items()))
-    engines: dict[str, Engine] = dict(zip(placement, started, strict=True))
-    return engines, await _start_rollout(runtime, config, engines)
+    names = [f"rollout-{number}" for number in range(config.rollout.workers)]
+    rewards, *started = await together(
+        _start_rewards(runtime, config),
+        *(_start_engine(runtime, config, *placed) for placed in placement.items()),
+        *(_start_rollout(runtime, config, name) for name in names),
+    )
+    engines: dict[str, Engine] = dict(zip(placement, started, strict=False))
+    rollout: dict[str, RolloutWorker] = dict(zip(names, started[len(engines) :], strict=True))
+    await together(*(worker.connect(engines, dict.fromkeys(engines, 0), (), rewards) for worker in rollout.values()))
+    return Generation(engines, rollout, rewards)
+
+
+async def until_failure(runtime: Runtime, generation: Generation, work: Awaitable[T]) -> T:
+    """The result of work in which no worker is replaced: the first that dies or breaks ends it."""
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work), asyncio.ensure_future(runtime.failure())]
+    tasks.append(asyncio.ensure_future(_first_shunned(generation)))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        working, *failing = tasks
+        for task in failing:
+            if task.done() and not working.done():
+                raise task.result()
+        result: T = working.result()
+        return result
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _first_shunned(generation: Generation) -> WorkerDied:
+    """Of an engine that rollout workers ask no more, why."""
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        for worker in generation.rollout.values():
+            for shunned in (await worker.stats()).shunned:
+                return WorkerDied(shunned.reason, shunned.engine)
 
 
 async def _start_engine(runtime: Runtime, config: Config, name: str, device: str) -> Engine:
@@ -76,7 +169,7 @@ def _kv_share(config: Config, device: str) -> float:
     return share / sum(map(is_here, config.engine.placement.values()))
 
 
-async def start_trainer(runtime: Runtime, config: Config, worst_staleness: int | None) -> "Trainer | RankedTrainer":
+async def start_trainer(runtime: Runtime, config: Config, worst_staleness: int | None) -> "AnyTrainer":
     """One rank, or several that look like one."""
     from headway.ranks import RankedTrainer
     from headway.trainer import Trainer
@@ -115,30 +208,19 @@ def how_weights_travel(config: Config, num_machines: int) -> WeightsSection:
     return resolved
 
 
-async def _start_rollout(runtime: Runtime, config: Config, engines: dict[str, Engine]) -> "list[RolloutWorker]":
+async def _start_rewards(runtime: Runtime, config: Config) -> "RewardPool":
     from headway.reward import RewardPool
+
+    return await runtime.start("reward", RewardPool, config.task.verifier, config.reward)
+
+
+async def _start_rollout(runtime: Runtime, config: Config, name: str) -> "RolloutWorker":
+    from headway.models import load_config
     from headway.rollout import RolloutWorker
 
-    pool: RewardPool = await runtime.start("reward", RewardPool, config.task.verifier, config.reward)
-    started = (
-        runtime.start(
-            f"rollout-{number}",
-            RolloutWorker,
-            engines,
-            pool,
-            config.model.path,
-            config.rollout.workflow,
-            config.run.seed,
-        )
-        for number in range(config.rollout.workers)
-    )
+    deadline_s = config.run.deadline_s
+    vocab_size = load_config(config.model.path).vocab_size
+    arguments = (config.model.path, config.rollout.workflow, config.run.seed, vocab_size, deadline_s)
+    worker = await runtime.start(name, RolloutWorker, *arguments)
     # Its own calls, to the engines and the reward pool, must expire first, so that whoever is silent is named.
-    return [with_deadline(worker, 2 * config.run.deadline_s) for worker in await together(*started)]
-
-
-async def start_all(runtime: Runtime, config: Config, worst_staleness: int | None) -> "Workers":
-    from headway.controller import Workers
-
-    generation, training = start_generation(runtime, config), start_trainer(runtime, config, worst_staleness)
-    (engines, rollout), trainer = await together(generation, training)
-    return Workers(engines, trainer, rollout, runtime.failure)
+    return with_deadline(worker, 2 * deadline_s)

@@ -47,6 +47,8 @@ class Looks:
         if event.kind in ("run_started", "resumed"):
             self._life_began = event.time
             self._previous.clear()
+        if event.kind in ("worker_restarted", "joined"):
+            self._previous[str(event.fields.get("worker", event.fields.get("engine")))] = (event.time, 0, 0.0)
         if event.kind != "stats":
             return None
         engine = str(event["engine"])

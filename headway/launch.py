@@ -23,7 +23,7 @@ import numpy as np
 from headway.config import Config
 from headway.errors import ConfigError, RunFailed
 from headway.events import Event, read
-from headway.fleet import open_runtime, start_all, start_generation, start_trainer
+from headway.fleet import Fleet, open_runtime, start_generation, start_trainer, until_failure
 from headway.ledger import Ledger, RunState, fold, ledger
 from headway.metrics import Metrics
 from headway.prompts import PromptStream, load_prompts
@@ -216,11 +216,12 @@ async def _run_to_the_end(
     status, cause = "failed", ""
     try:
         async with open_runtime(prepared.config, directory) as runtime, _stoppable():
+            fleet = Fleet(runtime, prepared.config, prepared.staleness().worst_staleness)
             with view.phase("starting workers"):
-                workers = await start_all(runtime, prepared.config, prepared.staleness().worst_staleness)
+                workers = await fleet.start_all()
             progress = await progress_from(prepared, log, state, history, workers.trainer, directory, view)
-            await Controller(prepared.config, workers, _tasks(prepared), progress, log, directory, view).run()
-        tokens.status = "finished"
+            await Controller(prepared.config, fleet, workers, _tasks(prepared), progress, log, directory, view).run()
+        tokens.finish()
         tokens.check()
         status = "finished"
     except asyncio.CancelledError:
@@ -317,7 +318,8 @@ async def rollout_only(config: Config, num_groups: int, view: View) -> list[Grou
     room = asyncio.Semaphore(2 * config.engine.max_num_seqs * config.engine.count)
     async with open_runtime(config, Path(config.run.dir)) as runtime:
         with view.phase("starting workers"):
-            _, workers = await start_generation(runtime, config)
+            generation = await start_generation(runtime, config)
+        workers = list(generation.rollout.values())
         num_done = 0
         with view.phase(f"generating {num_groups} groups") as phase:
 
@@ -330,7 +332,8 @@ async def rollout_only(config: Config, num_groups: int, view: View) -> list[Grou
                 phase.progress(num_done, num_groups)
                 return group
 
-            return list(await asyncio.gather(*(one(number) for number in range(num_groups))))
+            made = asyncio.gather(*(one(number) for number in range(num_groups)))
+            return list(await until_failure(runtime, generation, made))
 
 
 async def train_from(config: Config, groups: list[Group], view: View) -> list[dict[str, float]]:
@@ -367,7 +370,14 @@ async def evaluate_only(config: Config, view: View) -> "Evaluation":
         raise ConfigError("task.eval names no held-out rows; set it to evaluate")
     async with open_runtime(config, Path(config.run.dir)) as runtime:
         with view.phase("starting workers"):
-            _, workers = await start_generation(runtime, config)
+            generation = await start_generation(runtime, config)
+        workers = list(generation.rollout.values())
+
+        async def run(admission: Admission) -> Group:
+            return await workers[admission.group % len(workers)].run(admission)
+
         with view.phase("evaluating") as phase:
             concurrency = config.engine.max_num_seqs * config.engine.count
-            return await evaluate(workers, prepared.held_out, prepared.eval_sampling, 0, concurrency, phase.progress)
+            rows, sampling = prepared.held_out, prepared.eval_sampling
+            found = evaluate(run, rows, sampling, 0, concurrency, phase.progress)
+            return await until_failure(runtime, generation, found)

@@ -86,6 +86,8 @@ class Board:
                 self.pauses += [event["pause_ms"]] if event["pause_ms"] is not None else []
             case "dropped":
                 self.dropped[str(event["reason"])] += len(event["groups"])
+            case "worker_lost" | "left":
+                self._on_gone(str(event.fields.get("worker", event.fields.get("engine"))))
             case "ended":
                 self.ended = event
         self._forget(event.time - RECENT_S)
@@ -102,6 +104,13 @@ class Board:
         self.step, self.ended = event["version"], None
         for recent in (self.trained, self.engines, self.waits, self.looks):
             recent.clear()
+
+    def _on_gone(self, worker: str) -> None:
+        """What an engine did last is no longer what it does."""
+        self.engines.pop(worker, None)
+        self.looks.pop(worker, None)
+        if self.waits and self.waits[-1]["engine"] == worker:
+            self.waits.clear()
 
     def _forget(self, before: float) -> None:
         """Drop what is not recent, but never an engine's latest: looks may be far apart."""

@@ -139,7 +139,7 @@ class RankedTrainer:
 
     async def end(self) -> None:
         """End all ranks at once, whatever they are doing."""
-        await together(*(self._runtime.end(rank) for rank in self._ranks))
+        await together(*(self._runtime.stop(name) for name in self._names))
         self._ranks.clear()
         self._meeting = None
 
@@ -189,19 +189,21 @@ class RankedTrainer:
 
     async def save_model(self, directory: str) -> None:
         checkpoint.check_replaceable(Path(directory))
-        unfinished = await asyncio.to_thread(checkpoint.begin, Path(directory))
-        await self._ask([(self._ranks[0], "describe_model", (str(unfinished),))])
-        await self._each("write_rows", str(unfinished))
-        await asyncio.to_thread(checkpoint.replace, unfinished, Path(directory))
+        with checkpoint.saving(Path(directory)):
+            unfinished = await asyncio.to_thread(checkpoint.begin, Path(directory))
+            await self._ask([(self._ranks[0], "describe_model", (str(unfinished),))])
+            await self._each("write_rows", str(unfinished))
+            await asyncio.to_thread(checkpoint.replace, unfinished, Path(directory))
 
     async def _save(self, method: str, directory: Path) -> None:
-        unfinished = await asyncio.to_thread(checkpoint.begin, directory)
-        saved: list[tuple[int, checkpoint.Part, dict[str, str]]] = await self._each(method, str(unfinished))
-        self._check_agreement("the version", [version for version, _, _ in saved])
-        prints = {key: value for _, _, found in saved for key, value in found.items()}
-        parts = [part for _, part, _ in saved]
-        extra = {"digest": digest(prints)}
-        await asyncio.to_thread(checkpoint.finish, unfinished, directory, saved[0][0], parts, extra)
+        with checkpoint.saving(directory):
+            unfinished = await asyncio.to_thread(checkpoint.begin, directory)
+            saved: list[tuple[int, checkpoint.Part, dict[str, str]]] = await self._each(method, str(unfinished))
+            self._check_agreement("the version", [version for version, _, _ in saved])
+            prints = {key: value for _, _, found in saved for key, value in found.items()}
+            parts = [part for _, part, _ in saved]
+            extra = {"digest": digest(prints)}
+            await asyncio.to_thread(checkpoint.finish, unfinished, directory, saved[0][0], parts, extra)
 
     async def _begin_anew(self, longest: int) -> None:
         """All ranks as new processes with smaller micro-batches, and the state they had before this training step."""
@@ -275,6 +277,9 @@ class RankedTrainer:
                 raise InvariantBroken(
                     f"trainer ranks disagree on {what}: {self._names[0]} says {answers[0]}, {name} says {answer}"
                 )
+
+
+AnyTrainer = Trainer | RankedTrainer
 
 
 def _gravity(error: BaseException) -> int:

@@ -75,6 +75,10 @@ class Summary:
     pause_ms_max: float | None
     num_dropped: int
     dropped: dict[str, int]
+    losses: dict[str, int]
+    restarts: int
+    continued_requests: int
+    continued_tokens: int
     trainer_busy_share: float | None
     engine_busy_share: float | None
     trainer_wait_s: float
@@ -132,6 +136,10 @@ def summarise(events: Sequence[Event], extra: dict[str, Any] | None = None) -> S
         pause_ms_max=max(pauses, default=None),
         num_dropped=dropped.total(),
         dropped=dict(dropped),
+        losses=dict(Counter(str(event["worker"]) for event in history["worker_lost"])),
+        restarts=len(history["worker_restarted"]),
+        continued_requests=sum(event["requests"] for event in history["continued"]),
+        continued_tokens=sum(event["tokens"] for event in history["continued"]),
         trainer_busy_share=sum(_present(trained, "seconds")) / wall_s if wall_s else None,
         engine_busy_share=_engine_busy_share(history),
         trainer_wait_s=sum(_present(trained, "wait_s")),
@@ -259,6 +267,7 @@ def table(summary: Summary) -> Table:
         "mean completion length": f"sampled {_figure(lengths.sampled_mean)}, trained {_figure(lengths.trained_mean)}, "
         f"untrained {_figure(lengths.untrained_mean)}",
         "groups dropped": ", ".join(f"{num:,} {reason}" for reason, num in summary.dropped.items()) or "none",
+        "workers lost": _losses(summary),
         "tokens by fate": ", ".join(f"{num:,} {fate}" for fate, num in _fates(summary.ledger)),
         **{name: str(value) for name, value in summary.extra.items() if value is not None},
     }
@@ -268,6 +277,14 @@ def table(summary: Summary) -> Table:
     for name, value in rows.items():
         made.add_row(Text(clean(name, 60)), Text(clean(value)))
     return made
+
+
+def _losses(summary: Summary) -> str:
+    if not summary.losses:
+        return "none"
+    each = ", ".join(f"{clean(worker, 40)} {num}×" for worker, num in summary.losses.items())
+    brought = f"{summary.continued_requests:,} requests went on elsewhere with {summary.continued_tokens:,} tokens"
+    return f"{each}; restarted {summary.restarts}×; {brought}"
 
 
 def _fates(fates: dict[str, Any]) -> list[tuple[str, int]]:

@@ -8,24 +8,22 @@ Invariants that live here:
 """
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from headway.buffer import Buffer
 from headway.config import Config
 from headway.controller import Progress
-from headway.errors import HeadwayError, InvariantBroken
+from headway.errors import HeadwayError
 from headway.events import Event, read
 from headway.fleet import open_runtime, start_trainer
 from headway.launch import Prepared
 from headway.ledger import RunState, fold, ledger
-from headway.ranks import RankedTrainer
-from headway.record import EVENTS_NAME, RECORD_NAME, Record, RunLog, ShardRef
+from headway.ranks import AnyTrainer
+from headway.record import EVENTS_NAME, RECORD_NAME, Record, RunLog
+from headway.retrain import load_newest_checkpoint, retrain
 from headway.staleness import StalenessControl
-from headway.trainer import Trainer
-from headway.types import Batch, DropReason, Group
+from headway.types import DropReason
 from headway.view import View
-from headway.weights import digest
 
 
 async def progress_from(
@@ -33,7 +31,7 @@ async def progress_from(
     log: RunLog,
     state: RunState,
     history: list[Event],
-    trainer: Trainer | RankedTrainer,
+    trainer: AnyTrainer,
     directory: Path,
     view: View,
 ) -> Progress:
@@ -41,7 +39,7 @@ async def progress_from(
     staleness = prepared.staleness()
     if not history:
         return Progress(0, staleness, Buffer(staleness), [])
-    checkpoint_version = await _load_checkpoint(state, trainer, directory, view)
+    checkpoint_version = await load_newest_checkpoint(state, trainer, directory, view.message)
     with view.phase(f"retraining {state.num_trained - checkpoint_version} recorded steps") as phase:
         await retrain(log.record.load, state, trainer, checkpoint_version, phase.progress)
     untrained = state.untrained_batch
@@ -71,37 +69,6 @@ async def progress_from(
         num_checkpoints=len([event for event in history if event.kind == "checkpointed"]),
         evaluated_before=any(event["label"] == "before" for event in state.evaluations),
     )
-
-
-async def _load_checkpoint(state: RunState, trainer: Trainer | RankedTrainer, directory: Path, view: View) -> int:
-    """The newest whole checkpoint; a damaged one is named and passed over; with none, the beginning."""
-    for _, slot in state.checkpoints:
-        # A damaged slot is a decision: the other one, or the beginning, leads to the same weights.
-        try:
-            return await trainer.load(str(directory / "checkpoint" / slot))
-        except HeadwayError as error:
-            view.message(f"{error}; trying the one before")
-    return 0
-
-
-async def retrain(
-    load_group: Callable[[ShardRef], Group],
-    state: RunState,
-    trainer: Trainer | RankedTrainer,
-    from_version: int,
-    progress: Callable[[int, int], None],
-) -> None:
-    """Train the recorded batches again, and see that they lead to the recorded weights."""
-    for version, ids in state.batches[from_version : state.num_trained]:
-        groups = tuple(load_group(state.finished[group]) for group in ids)
-        report = await trainer.train(Batch(version, groups))
-        found = digest((await trainer.publish()).fingerprints)
-        if report.skipped or found != state.digests[version + 1]:
-            raise InvariantBroken(
-                f"training step {version + 1} of the record, trained again, gave other weights than recorded; "
-                "the hardware, the software or the number of threads must have changed"
-            )
-        progress(version + 1 - from_version, state.num_trained - from_version)
 
 
 async def replay(directory: Path, view: View) -> tuple[int, str]:

@@ -1,46 +1,99 @@
 """The rollout worker: runs workflows with handles to engines and the reward pool. It does not know the controller.
 
-A group stays on one engine, where its prompt's keys and values are computed once; which one is nobody else's business,
-since what a request samples does not depend on who serves it.
+Which engine serves a request is nobody else's business, since what it samples does not depend on that. The worker keeps
+every token it received: when an engine dies, falls silent or answers nonsense, the request goes on at another one.
 
 Invariants that live here:
+  2. Nothing vanishes: a request that an engine lost is continued from the tokens received, each with its own version.
   8. Groups know themselves: a trajectory that failed leaves a `Failure` in its group, with what befell it.
  10. An error is never a reward: a broken verifier or workflow costs its trajectory, and never enters a baseline.
+ 15. Nothing hangs: while no engine or no reward pool is there, what needs one waits for it no longer than a deadline.
 """
 
 import asyncio
-from collections import Counter
+import time
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from headway import references
+from headway.answers import Known, nonsense, rest_of
 from headway.engine import Engine
-from headway.errors import ConfigError, DeadlineExceeded, HeadwayError, InvariantBroken, WorkerDied
+from headway.errors import ConfigError, DeadlineExceeded, InvariantBroken, RequestRefused, WorkerDied
 from headway.reward import RewardPool
+from headway.routing import Continued, Placement, Post, RolloutStats, Router
 from headway.runtime import RemoteError
 from headway.tokenizer import decode, load_tokenizer
-from headway.types import Admission, Completion, Failure, Group, Ints, Request, RequestKey, StopReason, Trajectory
+from headway.types import (
+    Admission,
+    Chunk,
+    Completion,
+    Failure,
+    Group,
+    Ints,
+    Request,
+    RequestKey,
+    StopReason,
+    Trajectory,
+)
 from headway.workflows import VerifierBroken, Workflow
+
+_NUM_POOLS_TRIED = 3
+"""Reward pools that may die over one text before it has no verdict: a text can be what kills them."""
+
+_ABORT_S = 5.0
 
 
 class RolloutWorker:
-    def __init__(self, engines: dict[str, Engine], rewards: RewardPool, tokenizer_path: str, workflow: str, seed: int):
-        self._engines, self._rewards = engines, rewards
-        self._unfinished = Counter[str]()  # trajectories on each engine
+    def __init__(self, tokenizer_path: str, workflow: str, seed: int, vocab_size: int, deadline_s: float):
+        """`connect` has to come before the first group; `deadline_s` is the longest wait for an engine or a pool."""
+        self._router = Router(deadline_s)
+        self._rewards: RewardPool | None = None
+        self._reconnected = asyncio.Event()
         self._tokenizer = load_tokenizer(tokenizer_path)
         self._workflow: Workflow = _make_workflow(workflow)
-        self._seed = seed
+        self._seed, self._vocab_size, self._deadline_s = seed, vocab_size, deadline_s
+        self._newest = 0
+        self._continued: list[Continued] = []
+
+    # What the controller tells
+
+    async def connect(
+        self, engines: dict[str, Engine], lives: dict[str, int], leaving: tuple[str, ...], rewards: RewardPool
+    ) -> None:
+        """Who is there from now on. What runs on an engine that is not goes on elsewhere; `leaving` ones give back
+        what they have sampled first."""
+        self._rewards = rewards
+        self._router.set_engines(engines, lives, leaving)
+        self._reconnected.set()
+        self._reconnected = asyncio.Event()
+        running = [(post.engine, key) for post in self._router.leaving for key, _ in post.attempts.values()]
+        if running:
+            # One that does not answer, or dies of it, has its requests continued from what was received.
+            aborts = {asyncio.ensure_future(engine.abort(key)) for engine, key in running}
+            _, late = await asyncio.wait(aborts, timeout=_ABORT_S)
+            for abort in late:
+                abort.cancel()
+
+    async def inform(self, newest: int, loads: dict[str, int], limits: dict[str, int]) -> None:
+        """The newest version engines are being given; every engine's sequences; how many of ours it may hold."""
+        self._newest = newest
+        self._router.set_loads(loads, limits)
+
+    async def stats(self) -> RolloutStats:
+        continued, self._continued = tuple(self._continued), []
+        return RolloutStats(self._router.shunned, continued)
+
+    # Groups
 
     async def run(self, admission: Admission) -> Group:
         """All trajectories of one group, at the same time and on one engine."""
-        engine = self._least_loaded(admission.group)
-        # Counted now, not when the tasks begin: the next group may be placed before that.
-        self._unfinished[engine] += admission.size
-        tasks = [asyncio.create_task(self._trajectory(admission, index, engine)) for index in range(admission.size)]
+        placement = Placement(self._router, admission.group, admission.size)
+        tasks = [asyncio.create_task(self._trajectory(admission, index, placement)) for index in range(admission.size)]
         for task in tasks:
-            task.add_done_callback(lambda _: self._unfinished.subtract([engine]))
+            task.add_done_callback(lambda _: placement.done())
         made = await asyncio.gather(*tasks)
         return Group(
             id=admission.group,
@@ -51,14 +104,8 @@ class RolloutWorker:
             failures=tuple(item for item in made if isinstance(item, Failure)),
         )
 
-    def _least_loaded(self, group: int) -> str:
-        """The engine with the fewest of this worker's trajectories; among equals by turns, as groups are numbered."""
-        names = list(self._engines)
-        first = group % len(names)
-        return min(names[first:] + names[:first], key=lambda name: self._unfinished[name])
-
-    async def _trajectory(self, admission: Admission, index: int, engine: str) -> Trajectory | Failure:
-        episode = RunningEpisode(self, admission, index, engine)
+    async def _trajectory(self, admission: Admission, index: int, placement: Placement) -> Trajectory | Failure:
+        episode = RunningEpisode(self, admission, index, placement)
         # User code: whatever a workflow raises costs its trajectory. A dead, silent or broken worker is not its fault.
         try:
             return await self._workflow.run(episode)
@@ -69,31 +116,126 @@ class RolloutWorker:
         except Exception as error:
             return Failure(index, f"workflow: {type(error).__name__}: {error}", episode.num_sampled)
 
-    async def complete(self, engine: str, request: Request) -> Completion:
-        # What is not written for users is the engine's own trouble: in the same process, too, it must not pass for a
-        # workflow's.
+    async def complete(self, placement: Placement, request: Request) -> Completion:
+        """The whole completion, from as many engines as it takes."""
+        asking = Asking(request, self._vocab_size)
+        lost: tuple[Post, float] | None = None
+        while True:
+            post = await placement.post()
+            async with post.gate.passed(request.urgent):
+                if not post.serves:
+                    continue
+                if lost is not None:
+                    self._continued.append(Continued(lost[0].name, asking.num_tokens, time.monotonic() - lost[1]))
+                completion = await self._attempt(post, asking)
+            if completion is not None:
+                return completion
+            lost = post, time.monotonic()
+
+    async def _attempt(self, post: Post, asking: "Asking") -> Completion | None:
+        """One engine's part; None when the request has to go on elsewhere. A task: the engine may be withdrawn."""
+        attempt = asyncio.create_task(self._ask(post, asking))
+        name = str(asking.request.key)
+        post.attempts[name] = asking.request.key, attempt
         try:
-            async for item in self._engines[engine].generate(request):
-                if isinstance(item, Completion):
-                    return item
-        except HeadwayError:
+            await asyncio.wait({attempt})
+        finally:
+            attempt.cancel()
+            del post.attempts[name]
+        if attempt.cancelled():
+            asking.give_up(post.distrusted)
+            return None
+        completion = attempt.result()
+        if completion is None or (completion.stop == StopReason.ABORTED and not post.serves):
+            asking.give_up(post.distrusted)
+            return None
+        return completion
+
+    async def _ask(self, post: Post, asking: "Asking") -> Completion | None:
+        # What an engine raises is its own trouble, unless it refuses this very request.
+        try:
+            items: Any = post.engine.generate(asking.begin())
+            async with aclosing(items):
+                async for item in items:
+                    if wrong := asking.take(item, self._newest):
+                        key = asking.request.key
+                        post.withdraw(f"{post.name} answered nonsense at request {key}: {wrong}", distrusted=True)
+                        return None
+                    if isinstance(item, Completion):
+                        return item
+            post.withdraw(f"{post.name} ended request {asking.request.key} without a completion")
+        except (RequestRefused, InvariantBroken):
             raise
+        except (WorkerDied, DeadlineExceeded, RemoteError) as error:
+            post.withdraw(str(error))
         except Exception as error:
-            raise WorkerDied(f"{engine} broke at request {request.key}: {type(error).__name__}: {error}") from error
-        raise WorkerDied(f"{engine} ended request {request.key} without a completion")
+            sentence = f"{post.name} broke at request {asking.request.key}: {type(error).__name__}: {error}"
+            post.withdraw(sentence)
+        return None
+
+    # Verdicts
 
     async def verify(self, task: dict[str, Any], text: str) -> float:
-        verdict = await self._rewards.verify(task, text)
-        if verdict.error:
-            raise VerifierBroken(verdict.error)
-        return verdict.score
+        """A pool that dies costs this text another try, with the next pool."""
+        for _ in range(_NUM_POOLS_TRIED):
+            pool = self._rewards
+            assert pool is not None
+            try:
+                verdict = await pool.verify(task, text)
+            except WorkerDied:
+                await self._next_pool(pool)
+                continue
+            if verdict.error:
+                raise VerifierBroken(verdict.error)
+            return verdict.score
+        raise VerifierBroken(f"{_NUM_POOLS_TRIED} reward pools ended while they judged one text")
+
+    async def _next_pool(self, dead: RewardPool) -> None:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                while self._rewards is dead:
+                    await self._reconnected.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"no reward pool was there for {self._deadline_s:g} s") from None
+
+
+class Asking:
+    """A request on its way through engines: what was received of it, and which part came from the present one."""
+
+    def __init__(self, request: Request, vocab_size: int) -> None:
+        self.request, self._vocab_size = request, vocab_size
+        self._before = Chunk.join([])
+        self._here: list[Chunk] = []
+        self.num_tokens = 0
+
+    def begin(self) -> Request:
+        """The request as the next engine is to get it."""
+        return replace(self.request, sampled=self._before) if len(self._before.tokens) else self.request
+
+    def take(self, item: Chunk | Completion, newest: int) -> str:
+        """Keep what an engine sent; or say why it cannot be true, and keep nothing."""
+        last_version = int(self._here[-1].versions[-1]) if self._here else 0
+        known = Known([self._before, *self._here], self.num_tokens, last_version)
+        if wrong := nonsense(self.request, known, item, self._vocab_size, newest):
+            return wrong
+        new = rest_of(item, self.num_tokens) if isinstance(item, Completion) else item
+        if len(new.tokens):
+            self._here.append(new)
+            self.num_tokens += len(new.tokens)
+        return ""
+
+    def give_up(self, distrusted: bool) -> None:
+        """The present engine is lost: what it sampled is kept, unless it cannot be trusted."""
+        if not distrusted:
+            self._before = Chunk.join([self._before, *self._here])
+        self._here, self.num_tokens = [], len(self._before.tokens)
 
 
 class RunningEpisode:
     """What a workflow holds while it runs; counts its calls and what they sampled."""
 
-    def __init__(self, worker: RolloutWorker, admission: Admission, index: int, engine: str):
-        self._worker, self._admission, self._engine = worker, admission, engine
+    def __init__(self, worker: RolloutWorker, admission: Admission, index: int, placement: Placement):
+        self._worker, self._admission, self._placement = worker, admission, placement
         self.prompt = admission.prompt
         self.index = index
         self.temperature = admission.sampling.temperature
@@ -108,7 +250,7 @@ class RunningEpisode:
         if max_tokens is not None:
             sampling = replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
         request = Request(key, tokens, sampling, self._worker._seed, self._urgent)
-        completion = await self._worker.complete(self._engine, request)
+        completion = await self._worker.complete(self._placement, request)
         self.num_sampled += len(completion.tokens)
         if completion.stop == StopReason.ABORTED:
             raise asyncio.CancelledError(f"request {key} was aborted")

@@ -338,7 +338,8 @@ class Trainer:
     def save_part(self, unfinished: Path) -> checkpoint.Part:
         """Write this rank's part of a checkpoint, and describe it."""
         file = f"state-{self.ranks.rank}-of-{self.ranks.num}.safetensors"
-        return checkpoint.write_part(unfinished, file, *self._state_to_save())
+        with checkpoint.saving(unfinished.with_suffix("")):
+            return checkpoint.write_part(unfinished, file, *self._state_to_save())
 
     def _state_to_save(self) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
         """This rank's tensors, and of those of which others have rows too: the first row, and how many there are.

@@ -9,6 +9,7 @@ Array suffixes: T tokens of one sequence, P tokens of a prompt.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import field
 from enum import StrEnum
 from typing import Any
@@ -107,6 +108,16 @@ class Chunk:
 
     def __post_init__(self) -> None:
         _check_lengths("Chunk", tokens=self.tokens, logprobs=self.logprobs, versions=self.versions)
+
+    @classmethod
+    def join(cls, parts: "Iterable[Chunk | Completion]") -> "Chunk":
+        """What follows one another, as one; of nothing, a chunk without tokens."""
+        parts = list(parts)
+        return cls(
+            np.concatenate([np.empty(0, np.int32), *(part.tokens for part in parts)]),
+            np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
+            np.concatenate([np.empty(0, np.int32), *(part.versions for part in parts)]),
+        )
 
 
 @noun

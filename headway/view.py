@@ -86,6 +86,24 @@ def describe(event: Event) -> str | None:
             return f"held-out accuracy {accuracy} {where} ({event['num']} rows, {event['seconds']:.1f} s)"
         case "checkpointed":
             return f"checkpoint of step {event['version']} written ({event['seconds']:.1f} s)"
+        case "checkpoint_failed":
+            cause = clean(event["cause"])
+            return f"checkpoint of step {event['version']} failed, and is tried again at the next occasion: {cause}"
+        case "worker_lost":
+            again = f"; {len(event['groups'])} groups begin again" if event["groups"] else ""
+            return f"lost {clean(event['worker'])}: {clean(event['cause'])}{again}"
+        case "worker_restarted":
+            return f"{clean(event['worker'])} is back after {event['seconds']:.1f} s"
+        case "continued":
+            brought = f"{event['requests']} requests of {clean(event['engine'])} go on elsewhere"
+            return f"{brought} with {event['tokens']:,} tokens, within {event['seconds']:.1f} s"
+        case "joined":
+            return f"{clean(event['engine'])} joined at version {event['version']}"
+        case "left":
+            return f"{clean(event['engine'])} left: {clean(event['cause'])}"
+        case "slow":
+            rates = f"{event['tokens_per_s']:.2g} tokens/s a sequence, the others {event['others_per_s']:.2g}"
+            return f"{clean(event['engine'])} is slow: {rates}"
         case "skipped":
             return f"step on version {event['version']} skipped: {clean(event['reason'])}"
         case "ended":

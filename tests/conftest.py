@@ -106,3 +106,11 @@ def tiny_variant(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], st
 def tiny_model(tiny_variant: Callable[[str], str]) -> str:
     """A model directory every part of Headway can load within milliseconds."""
     return tiny_variant("llama")
+
+
+@pytest.fixture(scope="module")
+def make_stage(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A controller's stage (`stage.MakeStage`) in a directory of its own."""
+    from stage import stage_maker
+
+    return stage_maker(tiny_model, tmp_path_factory.mktemp("stages"))

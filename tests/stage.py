@@ -1,31 +1,37 @@
-"""A controller on stage: a fake engine, a stand-in trainer and a stand-in reward pool around it, and no model."""
+"""A controller on stage: a fake engine, a stand-in trainer and a stand-in reward pool around it, and no model.
+
+Rollout workers are real. A `StageRuntime` starts all of them, again too, and can let any of them die.
+"""
 
 import asyncio
 import io
 import json
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import xxhash
+from system import make_config
 
+from headway import launch
 from headway.config import Config
-from headway.controller import Controller, Tasks, Workers
-from headway.engine import Engine
+from headway.controller import Controller, Tasks
 from headway.engine.fake import FakeEngine
 from headway.errors import WorkerDied
 from headway.events import Event, read
+from headway.fleet import Fleet
 from headway.launch import Prepared
 from headway.ledger import fold
 from headway.prompts import PromptStream
 from headway.record import RunLog
 from headway.resume import progress_from
-from headway.reward import RewardPool
 from headway.rollout import RolloutWorker
-from headway.trainer import Trainer
+from headway.runtime import Runtime
+from headway.runtime.handle import remote_methods
 from headway.types import Batch, Ints, Scores, StepReport, TensorInfo, Verdict, WeightUpdate
 from headway.view import PlainView
 
@@ -97,6 +103,86 @@ class StandInRewards:
         failed = self.failing(int(task["answer"]), draw)
         return Verdict(0.0 if failed else float(draw % 2), "broken" if failed else "", 0.0)
 
+    async def stats(self) -> dict[str, int]:
+        return {"num_verified": self.num_verdicts}
+
+
+class Mortal:
+    """A worker behind a handle that can die: from then on every call fails, also those under way."""
+
+    def __init__(self, name: str, worker: Any) -> None:
+        self._name, self.worker = name, worker
+        self._dead = asyncio.Event()
+        for method, is_stream in remote_methods(type(worker)).items():
+            bound = getattr(worker, method)
+            setattr(self, method, self._stream(bound) if is_stream else self._call(bound))
+
+    def die(self) -> None:
+        self._dead.set()
+
+    def _call(self, bound: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await self._unless_dead(bound(*args, **kwargs))
+
+        return call
+
+    def _stream(self, bound: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+        async def stream(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            items = bound(*args, **kwargs)
+            with suppress(StopAsyncIteration):
+                while True:
+                    yield await self._unless_dead(anext(items))
+
+        return stream
+
+    async def _unless_dead(self, awaitable: Awaitable[Any]) -> Any:
+        answer, death = asyncio.ensure_future(awaitable), asyncio.ensure_future(self._dead.wait())
+        try:
+            if not self._dead.is_set():
+                await asyncio.wait({answer, death}, return_when=asyncio.FIRST_COMPLETED)
+            if self._dead.is_set():
+                raise WorkerDied(f"worker {self._name} ended while it was still needed", self._name)
+            return answer.result()
+        finally:
+            answer.cancel()
+            death.cancel()
+
+
+class StageRuntime:
+    """Starts what the stage has for a name; with `mortal`, behind handles that can die."""
+
+    def __init__(self, stage: "Stage") -> None:
+        self._stage = stage
+        self._deaths: asyncio.Queue[WorkerDied] = asyncio.Queue()
+        self.workers: dict[str, Any] = {}
+        self.starts: list[str] = []
+
+    num_machines = 1
+
+    async def start(self, name: str, cls: type, *args: Any, threads: int = 1) -> Any:
+        self.starts.append(name)
+        await asyncio.sleep(0)
+        worker = self._stage.make(name, cls, *args)
+        self.workers[name] = Mortal(name, worker) if self._stage.mortal else worker
+        return self.workers[name]
+
+    async def failure(self) -> WorkerDied:
+        return await self._deaths.get()
+
+    async def stop(self, name: str) -> None:
+        worker = self.workers.pop(name, None)
+        if isinstance(worker, Mortal):
+            worker.die()
+
+    async def close(self) -> None: ...
+
+    def kill(self, name: str, told: bool = True) -> None:
+        """As if its process was killed; not `told`, the runtime notices nothing."""
+        if name in self.workers:
+            self.workers[name].die()
+            if told:
+                self._deaths.put_nowait(WorkerDied(f"worker {name} ended (signal 9)", name))
+
 
 @dataclass
 class Stage:
@@ -106,7 +192,9 @@ class Stage:
     trainer: StandInTrainer
     rewards: StandInRewards = field(default_factory=StandInRewards)
     engines: list[FakeEngine] = field(default_factory=lambda: [FakeEngine(mean_tokens=6.0)])
-    failure: Callable[[], Awaitable[WorkerDied]] = lambda: cast(Awaitable[WorkerDied], asyncio.Event().wait())
+    mortal: bool = False
+    remake: Callable[[int], FakeEngine] = lambda number: FakeEngine(mean_tokens=6.0)  # later lives, later engines
+    during: Callable[["Stage", Controller], Awaitable[None]] | None = None  # what befalls the run as it goes
 
     @property
     def config(self) -> Config:
@@ -126,13 +214,19 @@ class Stage:
         history = read(path) if path.exists() else []
         view = PlainView(io.StringIO())
         log = RunLog(self.directory)
-        trainer = cast(Trainer, self.trainer)
         try:
             if not history:
                 self._begin(log)
+            self.runtime = StageRuntime(self)
+            fleet = Fleet(cast(Runtime, self.runtime), self.config, self.prepared.staleness().worst_staleness)
+            workers = await fleet.start_all()
+            trainer = workers.trainer
             progress = await progress_from(self.prepared, log, fold(history), history, trainer, self.directory, view)
-            workers = Workers(self._engines(), trainer, self._rollout(), self.failure)
-            await Controller(self.config, workers, self.tasks(), progress, log, self.directory, view).run()
+            controller = Controller(self.config, fleet, workers, self.tasks(), progress, log, self.directory, view)
+            befalling = asyncio.ensure_future(self.during(self, controller)) if self.during else None
+            await controller.run()
+            if befalling is not None:
+                await befalling
             log.append("ended", status="finished", cause="", ledger={})
         finally:
             log.close()
@@ -148,16 +242,20 @@ class Stage:
             config_hash="",
         )
 
-    def _engines(self) -> dict[str, Engine]:
-        return {f"engine-{number}": engine for number, engine in enumerate(self.engines)}
-
-    def _rollout(self) -> list[RolloutWorker]:
-        section = self.config.rollout
-        rewards = cast(RewardPool, self.rewards)
-        return [
-            RolloutWorker(self._engines(), rewards, self.config.model.path, section.workflow, 0)
-            for _ in range(section.workers)
-        ]
+    def make(self, name: str, cls: type, *args: Any) -> Any:
+        """What is started under a name: rollout workers are real; a later life begins from nothing."""
+        kind, _, number = name.partition("-")
+        is_first = self.runtime.starts.count(name) == 1
+        if kind == "rollout":
+            return RolloutWorker(*args)
+        if kind == "reward":
+            return self.rewards
+        if kind == "trainer":
+            if not is_first:
+                self.trainer = replace(self.trainer, version=0, weights="start", batches=[])
+            return self.trainer
+        is_known = is_first and int(number or 0) < len(self.engines)
+        return self.engines[int(number or 0)] if is_known else self.remake(int(number or 0))
 
     def tasks(self) -> Tasks:
         return Tasks(
@@ -167,6 +265,28 @@ class Stage:
             sampling=self.prepared.sampling,
             eval_sampling=self.prepared.eval_sampling,
         )
+
+
+class MakeStage(Protocol):
+    def __call__(self, sections: dict[str, dict[str, Any]], **options: Any) -> Stage:
+        """A stage in a directory of its own, with `sections` on top of the small config."""
+        ...
+
+
+def stage_maker(model: str, home: Path) -> MakeStage:
+    numbers = count()
+    base = launch.prepare(make_config(home, model))
+
+    def make(sections: dict[str, dict[str, Any]], **options: Any) -> Stage:
+        run = {"dir": f"{home}/{next(numbers)}"} | sections.get("run", {})
+        engine = {"count": len(options.get("engines", [None]))} | sections.get("engine", {})
+        supervise = {"backoff_s": 0.001} | sections.get("supervise", {})
+        config = make_config(home, model, **sections | {"run": run, "engine": engine, "supervise": supervise})
+        prepared = replace(base, config=config)
+        trainer = StandInTrainer(prepared.staleness().worst_staleness, options.pop("not_finite", frozenset()))
+        return Stage(prepared, trainer, **options)
+
+    return make
 
 
 def drawn_pace(seed: int) -> Callable[[], Awaitable[None]]:

@@ -289,13 +289,14 @@ def check_finished(config: Config, events: list[Event]) -> RunState:
 
 
 def check_admissions(config: Config, events: list[Event]) -> None:
-    """Eq. 3 at every admission, by the version every engine had then confirmed."""
+    """Eq. 3 at every admission, by the version that every engine which served had then confirmed."""
     eta, batch = config.staleness.max_staleness, config.trainer.batch_groups
-    engines = {event["engine"] for event in events if event.kind == "swapped"}
-    num_admitted, dropped, confirmed = 0, set[int](), dict.fromkeys(engines, -1)
+    num_admitted, dropped, confirmed = 0, set[int](), dict[str, int]()
     for event in events:
         if event.kind == "resumed":
-            confirmed = dict.fromkeys(engines, -1)
+            confirmed = {}
+        elif event.kind in ("worker_lost", "left"):
+            confirmed.pop(event.fields.get("worker", event.fields.get("engine")), None)
         elif event.kind == "swapped":
             confirmed[event["engine"]] = event["version"]
         elif event.kind in ("dropped", "skipped"):
@@ -319,8 +320,11 @@ def check_versions(config: Config, events: list[Event]) -> None:
     made = [event["version"] for event in events if event.kind == "trained"]
     assert made == list(range(1, len(made) + 1))
     for engine in {event["engine"] for event in events if event.kind == "swapped"}:
-        loaded = [event["version"] for event in events if event.kind == "swapped" and event["engine"] == engine]
-        assert all(before <= after <= before + 1 for before, after in pairwise(loaded)), loaded
+        own = [event for event in events if engine in (event.fields.get("engine"), event.fields.get("worker"))]
+        # From one swap to the next one version at a time, unless it was away in between.
+        pairs = pairwise(event for event in own if event.kind in ("swapped", "worker_lost", "joined", "left"))
+        swaps = [(one["version"], other["version"]) for one, other in pairs if one.kind == other.kind == "swapped"]
+        assert all(before <= after <= before + 1 for before, after in swaps), swaps
     worst = next(event["worst_staleness"] for event in events if event.kind == "run_started")
     if worst is not None:
         assert all(event["staleness_max"] <= worst for event in events if event.kind == "trained")

@@ -39,11 +39,14 @@ LAYERS: list[tuple[str, str]] = [
     ("engines", "engine.embedded engine.fake"),
     ("the trainer; a child of the reward pool", "trainer reward_child"),
     ("several ranks as one trainer; warm-up on the trainer's parts; the pool", "ranks sft reward"),
+    ("what an answer must be, which engine is asked", "answers routing"),
     ("the worker that calls engine and pool", "rollout"),
-    ("measuring through the workers", "evaluate"),
-    ("the controller", "controller"),
+    ("measuring through the workers; recorded steps again", "evaluate retrain"),
     ("sharing a GPU", "colocation"),
     ("starting workers", "fleet"),
+    ("keeping them alive", "supervise"),
+    ("who is there", "roster"),
+    ("the controller", "controller"),
     ("starting, stopping, going on", "launch resume plan"),
     ("the command line", "cli"),
 ]
@@ -55,12 +58,12 @@ SAME_LAYER = {
 }
 
 WORKERS = ("engine", "engine.embedded", "engine.fake", "trainer", "ranks", "rollout", "reward", "reward_child", "sft")
-BOSSES = ("controller", "fleet", "launch", "resume", "plan", "cli")
+BOSSES = ("controller", "roster", "supervise", "fleet", "launch", "resume", "plan", "cli")
 
 NEVER_TORCH = """
     errors codec types config staleness packing advantages runtime references verifiers workflows events record history
     ledger metrics picture view report buffer tokenizer prompts reward reward_child rollout evaluate engine cli
-    weight_stream weight_files
+    weight_stream weight_files answers routing
 """
 """Modules that can be imported where torch is not: what runs in the controller, the reward pool and the viewer."""
 

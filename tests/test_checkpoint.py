@@ -5,8 +5,10 @@ Invariant 14: a crash loses nothing.
 
 import json
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from training import make_batch, make_trainer, plain_model, same_bits, state_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headway import checkpoint
-from headway.errors import ConfigError, HeadwayError
+from headway.errors import ConfigError, HeadwayError, SaveFailed
 from headway.models import PackedAttention, head_logits, hidden_states, load_model
 from headway.tokenizer import load_tokenizer
 from headway.trainer import Trainer
@@ -123,6 +125,27 @@ def test_invariant_14_a_kill_between_any_two_steps_of_a_save_leaves_a_whole_slot
         save(folder / "a", 6)  # the resumed run saves where the killed one left its rubbish
         assert is_whole(folder / "a", 6) and {path.name for path in folder.iterdir()} == {"a", "b"}
     assert outcomes >= {0, 2}
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file may grow beyond a few bytes, which fails a write as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_both_slots_as_they_were(tmp_path: Path) -> None:
+    save(tmp_path / "a", 2)
+    save(tmp_path / "b", 4)
+    sentence = rf"cannot write {tmp_path}/a: .*; make room or repair the disk"
+    with full_disk(), pytest.raises(SaveFailed, match=sentence):
+        save(tmp_path / "a", 6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    assert [checkpoint.load(tmp_path / slot).version for slot in ("a", "b")] == [2, 4]
 
 
 def test_invariant_14_a_kill_during_the_first_save_is_seen_as_no_checkpoint(tmp_path: Path) -> None:

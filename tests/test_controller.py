@@ -10,26 +10,27 @@ import asyncio
 import io
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
-from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from stage import Stage, StandInRewards, StandInTrainer, drawn_pace
-from system import check_finished, check_record, make_config
+from stage import MakeStage, Stage, StandInRewards, StandInTrainer, drawn_pace
+from system import check_finished, check_record
 
-from headway import launch
 from headway.buffer import Buffer
-from headway.controller import Controller, Progress, Workers
+from headway.controller import Controller, Progress
 from headway.engine import KvPolicy
 from headway.engine.fake import FakeEngine
-from headway.errors import DeadlineExceeded, InvariantBroken, RunFailed, WeightMismatch, WorkerDied
+from headway.errors import DeadlineExceeded, InvariantBroken, RunFailed, WeightMismatch
 from headway.events import Event, read
+from headway.fleet import Fleet, Generation, Workers
 from headway.record import RunLog
+from headway.reward import RewardPool
+from headway.runtime import InlineRuntime
 from headway.trainer import Trainer
 from headway.types import (
     Batch,
@@ -76,33 +77,13 @@ class Meeting(FakeEngine):
 
 
 class Broken(FakeEngine):
-    """Has a bug that shows at version 2."""
+    """Has a bug that shows from version 2 on."""
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk | Completion]:
-        if self.version == 2:
+        if self.version >= 2:
             raise IndexError("index 255 is out of bounds")
         async for item in super().generate(request):
             yield item
-
-
-MakeStage = Callable[..., Stage]
-
-
-@pytest.fixture(scope="module")
-def make_stage(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> MakeStage:
-    """A stage in a directory of its own, with `sections` on top of the small config."""
-    home = tmp_path_factory.mktemp("stages")
-    numbers = count()
-    base = launch.prepare(make_config(home, tiny_model))
-
-    def make(sections: dict[str, dict[str, Any]], **options: Any) -> Stage:
-        run = {"dir": f"{home}/{next(numbers)}"} | sections.get("run", {})
-        config = make_config(home, tiny_model, **sections | {"run": run})
-        prepared = replace(base, config=config)
-        trainer = StandInTrainer(prepared.staleness().worst_staleness, options.pop("not_finite", frozenset()))
-        return Stage(prepared, trainer, **options)
-
-    return make
 
 
 @dataclass(frozen=True)
@@ -338,7 +319,7 @@ def test_steps_in_a_row_that_are_not_finite_end_the_run_with_a_sentence(make_sta
 
 def test_invariant_11_an_engine_that_runs_other_weights_stops_the_run(make_stage: MakeStage) -> None:
     stage = make_stage({"run": {"steps": 9}}, engines=[Liar(mean_tokens=6.0)])
-    with pytest.raises(WeightMismatch, match="engine-0 runs other weights than version 2: weights differs"):
+    with pytest.raises(WeightMismatch, match="engine runs other weights than version 2: weights differs"):
         stage.run()
     swapped = [event["version"] for event in read(stage.directory / "events.jsonl") if event.kind == "swapped"]
     assert swapped == [0, 1], "a version that was not proved must not count as confirmed"
@@ -363,8 +344,10 @@ def test_the_wait_for_a_batch_never_loses_a_cancellation(make_stage: MakeStage, 
         staleness = stage.prepared.staleness()
         buffer = Buffer(staleness)
         progress = Progress(0, staleness, buffer, [])
-        workers = Workers({}, cast(Trainer, stage.trainer), [], stage.failure)
-        controller = Controller(stage.config, workers, stage.tasks(), progress, log, tmp_path, PlainView(io.StringIO()))
+        workers = Workers(Generation({}, {}, cast(RewardPool, stage.rewards)), cast(Trainer, stage.trainer))
+        fleet = Fleet(InlineRuntime(), stage.config, None)
+        view = PlainView(io.StringIO())
+        controller = Controller(stage.config, fleet, workers, stage.tasks(), progress, log, tmp_path, view)
         taking = asyncio.create_task(controller._take_batch())
         await asyncio.sleep(0.01)
         buffer.put(Group(staleness.admit(0), 0, 0, 0, ()))
@@ -396,23 +379,15 @@ def test_a_run_that_is_stopped_at_any_moment_ends_at_once_and_can_go_on(make_sta
 
 
 def test_an_engine_that_breaks_ends_the_run_and_does_not_pass_for_a_failing_workflow(make_stage: MakeStage) -> None:
-    stage = make_stage({"run": {"steps": 9}}, engines=[Broken(mean_tokens=6.0)])
-    with pytest.raises(WorkerDied, match=r"engine-0 broke at request train/\d+/\d/0: IndexError: index 255 is out"):
+    sections = {"run": {"steps": 9}, "supervise": {"max_failures": 2}}
+    stage = make_stage(sections, engines=[Broken(mean_tokens=6.0)], remake=lambda number: Broken(mean_tokens=6.0))
+    cause = r"engine was lost more than 2 times within 600 s; the last time: "
+    with pytest.raises(RunFailed, match=cause + r"engine broke at request train/\d+/\d/0: IndexError: index 255 is"):
         stage.run()
-    state = check_record(stage.config, read(stage.directory / "events.jsonl"))
+    events = read(stage.directory / "events.jsonl")
+    state = check_record(stage.config, events)
     assert state.num_trained >= 2 and not state.dropped
-
-
-def test_a_worker_that_dies_ends_the_run_with_its_obituary(make_stage: MakeStage) -> None:
-    async def die() -> WorkerDied:
-        while stage.trainer.version < 2:
-            await asyncio.sleep(0)
-        return WorkerDied("worker engine ended (signal 9)")
-
-    stage = make_stage({"run": {"steps": 1000}}, failure=die)
-    with pytest.raises(WorkerDied, match=r"worker engine ended \(signal 9\)"):
-        stage.run()
-    check_record(stage.config, read(stage.directory / "events.jsonl"))
+    assert [event.kind for event in events].count("worker_lost") == 3
 
 
 def test_invariant_15_groups_that_never_finish_are_waited_for_no_longer_than_a_deadline(

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from headway.engine import Engine
 from headway.engine.fake import FakeEngine
-from headway.types import Completion, Request, RequestKey, Sampling, StopReason, TensorInfo, WeightUpdate
+from headway.types import Chunk, Completion, Request, RequestKey, Sampling, StopReason, TensorInfo, WeightUpdate
 
 T = TypeVar("T")
 
@@ -120,6 +121,30 @@ def test_an_abort_ends_a_request_long_before_its_time_and_leaves_nothing_behind(
         await asyncio.gather(tasks[1], return_exceptions=True)
         assert (await engine.stats()).running == 0
         await engine.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("num_known", [0, 1, 7, 20])
+def test_a_request_that_brings_what_was_sampled_elsewhere_becomes_the_completion_it_would_have_been(
+    num_known: int,
+) -> None:
+    async def scenario() -> None:
+        sampling = Sampling(max_tokens=20, stop_tokens=(3,))
+        request = replace(make_request(5), sampling=sampling)
+        whole = await complete(FakeEngine(mean_tokens=40), request)
+        known = slice(0, num_known)
+        elsewhere = np.full(len(whole.versions[known]), 2, np.int32)
+        sampled = Chunk(whole.tokens[known], whole.logprobs[known], elsewhere)
+        engine = FakeEngine(mean_tokens=40)
+        items = [item async for item in engine.generate(replace(request, sampled=sampled))]
+        found = items[-1]
+        assert isinstance(found, Completion) and found.tokens.tolist() == whole.tokens.tolist()
+        assert found.stop == whole.stop and found.versions.tolist()[known] == elsewhere.tolist()
+        assert set(found.versions.tolist()[num_known:]) <= {0}
+        assert (await engine.stats()).num_generated == len(whole.tokens) - num_known
+        sent = np.concatenate([item.tokens for item in items[:-1]])
+        assert sent.tolist() == whole.tokens.tolist()[num_known : num_known + len(sent)]
 
     run(scenario())
 

@@ -269,6 +269,76 @@ def test_a_worker_that_leaves_by_itself_is_a_failure_with_its_exit_code(tmp_path
     with_probe(tmp_path, test)
 
 
+def test_each_death_is_told_once_and_by_name(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with running(tmp_path) as runtime:
+            probes = {name: await runtime.start(name, Probe) for name in ("one", "two", "three")}
+            for name in ("two", "one"):
+                os.kill(await probes[name].pid(), signal.SIGKILL)
+                death = await asyncio.wait_for(runtime.failure(), 5)
+                assert death.worker == name and f"worker {name} ended (signal 9)" in str(death)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(runtime.failure(), 0.1)
+            assert await probes["three"].echo(1) == 1
+
+    asyncio.run(body())
+
+
+def test_a_worker_that_dies_while_it_starts_is_its_starters_error_and_no_failure(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with running(tmp_path) as runtime:
+            with pytest.raises(WorkerDied, match="worker exit ended"):
+                await runtime.start("exit", Broken, "exit")
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(runtime.failure(), 0.1)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_name_is_started_again_after_its_stop(tmp_path: Path, kind: str) -> None:
+    async def test(runtime: Runtime, probe: Probe) -> None:
+        await runtime.start("other", Probe, "other", str(tmp_path / "diary"))
+        await runtime.stop("other")
+        assert (tmp_path / "diary").read_text() == "other\n", "a stop closes it"
+        again = await runtime.start("other", Probe)
+        assert await again.echo(2) == 2 and await probe.echo(1) == 1
+        await runtime.stop("nobody")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(runtime.failure(), 0.1)
+
+    with_probe(tmp_path, test, kind)
+
+
+def test_a_name_is_started_again_after_its_death_and_old_handles_stay_dead(tmp_path: Path) -> None:
+    async def test(runtime: Runtime, probe: Probe) -> None:
+        os.kill(await probe.pid(), signal.SIGKILL)
+        assert (await asyncio.wait_for(runtime.failure(), 5)).worker == "probe"
+        await runtime.stop("probe")
+        again = await runtime.start("probe", Probe)
+        assert await again.echo(1) == 1
+        with pytest.raises(WorkerDied, match="worker probe ended"):
+            await probe.echo(1)
+        await runtime.stop("probe")
+        with pytest.raises(WorkerDied, match="worker probe was closed"):
+            await again.echo(1)
+
+    with_probe(tmp_path, test)
+
+
+def test_a_worker_that_hangs_is_killed_by_its_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "CLOSE_S", 0.3)
+
+    async def test(runtime: Runtime, probe: Probe) -> None:
+        pid = await probe.pid()
+        pidfd = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGSTOP)
+        await runtime.stop("probe")
+        wait_gone([pidfd])
+
+    with_probe(tmp_path, test)
+
+
 def test_a_hung_method_meets_its_deadline_and_the_next_call_works(tmp_path: Path) -> None:
     async def test(runtime: Runtime, probe: Probe) -> None:
         hasty = with_deadline(probe, 0.1)

@@ -18,7 +18,11 @@ wait until they have ended, so that every completion is of one version."""
 
 class Engine(Protocol):
     def generate(self, request: Request) -> AsyncIterator[Chunk | Completion]:
-        """Yield chunks as tokens are sampled, then the completion, exactly once and last."""
+        """Yield chunks as tokens are sampled, then the completion, exactly once and last.
+
+        A request that brings what another engine `sampled` of it is continued from there: chunks hold what is sampled
+        here, the completion holds everything, and all of it counts towards its limits.
+        """
         ...
 
     async def abort(self, key: RequestKey) -> None:

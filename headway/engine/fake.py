@@ -1,7 +1,8 @@
 """A stand-in for an engine, for tests and for measuring everything but an engine: deterministic by seed, no model.
 
 Completions have long-tailed lengths and take time in proportion; everything else of the protocol is real enough for a
-controller not to notice: versions are stamped, swaps lose nothing, fingerprints are those that were staged.
+controller not to notice: versions are stamped, swaps lose nothing, what was sampled elsewhere is continued,
+fingerprints are those that were staged.
 """
 
 import asyncio
@@ -37,27 +38,47 @@ class FakeEngine:
         self._num_generated = 0
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk | Completion]:
-        """Tokens drawn from the request's key; half are stamped before the wait, half after it."""
+        """Half of what is missing is sampled and sent before the wait, half after it."""
         name = str(request.key)
         aborted = self._running[name] = asyncio.Event()
-        draw = np.random.default_rng(xxhash.xxh3_64_intdigest(f"{request.seed}/{name}".encode()))
-        wanted = int(draw.lognormal(np.log(self.mean_tokens), 0.7)) + 1
-        length = min(wanted, request.sampling.max_tokens)
-        tokens = draw.integers(0, self.vocab_size, length).astype(np.int32)
-        logprobs = np.full(length, -np.log(self.vocab_size), np.float32)
+        tokens, reason = self._draw(request)
+        sampled = request.sampled or Chunk.join([])
+        num_known = min(len(sampled.tokens), len(tokens))
+        half = (len(tokens) - num_known) // 2
         try:
             await self._going.wait()
-            first = self.version
+            first = self._sample(request, tokens[num_known : num_known + half])
+            yield first
             if self.seconds_per_token:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(aborted.wait(), length * self.seconds_per_token)
+                    await asyncio.wait_for(aborted.wait(), (len(tokens) - num_known) * self.seconds_per_token)
             await self._going.wait()
-            versions = np.where(np.arange(length) < length // 2, first, self.version).astype(np.int32)
-            self._num_generated += length
-            reason = StopReason.STOP if length == wanted else StopReason.LENGTH
-            yield Completion(tokens, logprobs, versions, StopReason.ABORTED if aborted.is_set() else reason)
+            rest = tokens[:0] if aborted.is_set() else tokens[num_known + half :]
+            last = self._sample(request, rest)
+            whole = Chunk.join([sampled, first, last])
+            stop = StopReason.ABORTED if aborted.is_set() else reason
+            yield Completion(whole.tokens, whole.logprobs, whole.versions, stop)
         finally:
             self._running.pop(name, None)
+
+    def _draw(self, request: Request) -> tuple[Ints, StopReason]:
+        """All tokens of a completion, which depend on the request's key and seed alone, and why it ends."""
+        draw = np.random.default_rng(xxhash.xxh3_64_intdigest(f"{request.seed}/{request.key}".encode()))
+        wanted = int(draw.lognormal(np.log(self.mean_tokens), 0.7)) + 1
+        length, stops = min(wanted, request.sampling.max_tokens), request.sampling.stop_tokens
+        going_on = np.setdiff1d(np.arange(self.vocab_size, dtype=np.int32), np.array(stops, np.int32))
+        tokens = going_on[draw.integers(0, len(going_on), length)]
+        if length < wanted:
+            return tokens, StopReason.LENGTH
+        if stops:
+            tokens[-1] = stops[0]
+        return tokens, StopReason.STOP
+
+    def _sample(self, request: Request, tokens: Ints) -> Chunk:
+        length = len(tokens)
+        self._num_generated += length if request.key.stream == "train" else 0
+        logprob, version = -np.log(self.vocab_size), self.version
+        return Chunk(tokens, np.full(length, logprob, np.float32), np.full(length, version, np.int32))
 
     async def abort(self, key: RequestKey) -> None:
         if str(key) in self._running:

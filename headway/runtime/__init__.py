@@ -29,15 +29,19 @@ class Runtime(Protocol):
         ...
 
     async def start(self, name: str, cls: type[T], *args: Any, threads: int = 1) -> T:
-        """Construct `cls(*args)` and open it; returns the object itself or a handle that behaves like it."""
-        ...
+        """Construct `cls(*args)` and open it; returns the object itself or a handle that behaves like it.
 
-    async def end(self, worker: Any) -> None:
-        """End one worker at once, without asking it; that is no death, and one that has ended already stays so."""
+        A name may be started again after its death or its stop. One that dies before it is open is no failure: it is
+        this call's error.
+        """
         ...
 
     async def failure(self) -> WorkerDied:
-        """Return when a worker died unexpectedly; never otherwise."""
+        """Return once for each worker that died unexpectedly, in turn; the error's `worker` is its name."""
+        ...
+
+    async def stop(self, name: str) -> None:
+        """End one worker now, which is no failure; killed if it does not close in a bounded time; dead is fine too."""
         ...
 
     async def close(self) -> None:

@@ -128,6 +128,8 @@ class Peer:
     async def _connect(self) -> "Connection":
         if self._connecting is None:
             self._connecting = asyncio.create_task(self._open_connection())
+            # Whoever waits for it may be gone by the time it fails.
+            self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._connecting)  # others may wait for the same connection
 
     async def _open_connection(self) -> "Connection":
@@ -149,8 +151,8 @@ class Peer:
         if self.exit is not None:
             await asyncio.wait({self.exit}, timeout=_EXIT_S)
             if self.exit.done() and not self.exit.cancelled():
-                return WorkerDied(str(self.exit.result()))
-        return WorkerDied(f"worker {self.name} ended while it was still needed; see {self.log}")
+                return WorkerDied(str(self.exit.result()), self.name)
+        return WorkerDied(f"worker {self.name} ended while it was still needed; see {self.log}", self.name)
 
 
 class Connection(Channel):
@@ -217,7 +219,7 @@ class Connection(Channel):
         error = await self._peer.ended()
         for waiter in self._pending.values():
             if not waiter.done():
-                waiter.set_exception(WorkerDied(str(error)))
+                waiter.set_exception(WorkerDied(str(error), error.worker))
         self._pending.clear()
 
 

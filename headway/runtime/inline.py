@@ -14,31 +14,28 @@ class InlineRuntime:
     num_machines = 1
 
     def __init__(self) -> None:
-        self._workers: list[tuple[str, Any]] = []
+        self._workers: dict[str, Any] = {}
 
     async def start(self, name: str, cls: type[T], *args: Any, threads: int = 1) -> T:
         worker = cls(*args)
-        self._workers.append((name, worker))
+        self._workers[name] = worker
         if hasattr(worker, "open"):
             await worker.open()
         return worker
-
-    async def end(self, worker: Any) -> None:
-        for named in [named for named in self._workers if named[1] is worker]:
-            self._workers.remove(named)
-            if hasattr(worker, "close"):
-                await _close(*named)
 
     async def failure(self) -> WorkerDied:
         """Never returns: a worker that shares this process dies with it."""
         await asyncio.Event().wait()
         raise AssertionError
 
+    async def stop(self, name: str) -> None:
+        worker = self._workers.pop(name, None)
+        if hasattr(worker, "close"):
+            await _close(name, worker)
+
     async def close(self) -> None:
-        while self._workers:
-            name, worker = self._workers.pop()
-            if hasattr(worker, "close"):
-                await _close(name, worker)
+        for name in reversed(list(self._workers)):
+            await self.stop(name)
 
 
 async def _close(name: str, worker: Any) -> None:

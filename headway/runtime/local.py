@@ -33,12 +33,13 @@ _MAX_DIRECTORY = 80  # characters; a Unix-domain socket's whole path must stay b
 _TAIL_BYTES = 8192
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
     peer: Peer
     process: asyncio.subprocess.Process
     lifeline: int
     log_offset: int
+    opened: bool = False
     closing: bool = False
 
     @property
@@ -53,13 +54,14 @@ class _Worker:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def obituary(self, code: int) -> WorkerDied:
+        name = self.peer.name
         if self.closing:
-            return WorkerDied(f"worker {self.peer.name} was closed")
+            return WorkerDied(f"worker {name} was closed", name)
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         last_words = self._last_words()
         said = f"last words: {last_words!r}" if last_words else "it left no last words"
-        sentence = f"worker {self.peer.name} ended ({how}) while it was still needed"
-        return WorkerDied(f"{sentence}; {said}; see {self.peer.log}")
+        sentence = f"worker {name} ended ({how}) while it was still needed"
+        return WorkerDied(f"{sentence}; {said}; see {self.peer.log}", name)
 
     def _last_words(self) -> str:
         lines: list[str] = []
@@ -83,43 +85,52 @@ class LocalRuntime:
         join_run(self._sockets, self._token)
         self._workers: list[_Worker] = []
         self._num_started = 0
-        self._deaths: list[WorkerDied] = []
-        self._death = asyncio.Event()
+        self._deaths: asyncio.Queue[WorkerDied] = asyncio.Queue()
 
     async def start(self, name: str, cls: type[T], *args: Any, threads: int = 1) -> T:
         spec = (_class_path(cls), [str(entry) for entry in sys.path], threads, codec.encode(list(args)))
         worker = await self._spawn(name, threads)
         try:
             await worker.peer.call("open", spec, {}, self._deadline_s)
+            if worker.ended.done():
+                raise worker.ended.result()
+            worker.opened = True
         except BaseException:
             worker.closing = True
             worker.kill()
             await asyncio.wait({worker.ended}, timeout=CLOSE_S)
+            self._forget(worker)
             raise
         return cast(T, Handle(worker.peer, remote_methods(cls), self._deadline_s))
 
-    async def end(self, worker: Any) -> None:
-        for known in [known for known in self._workers if known.peer is worker._peer]:
-            known.closing = True
-            known.kill()
-            await asyncio.wait({known.ended}, timeout=CLOSE_S)
-
     async def failure(self) -> WorkerDied:
-        await self._death.wait()
-        return WorkerDied(str(self._deaths[0]))
+        return await self._deaths.get()
+
+    async def stop(self, name: str) -> None:
+        for worker in [worker for worker in self._workers if worker.peer.name == name]:
+            try:
+                await self._stop(worker)
+            finally:
+                self._forget(worker)
 
     async def close(self) -> None:
         try:
-            for worker in reversed(self._workers):
+            for worker in reversed(list(self._workers)):
                 await self._stop(worker)
         finally:
-            for worker in self._workers:
-                worker.closing = True
-                worker.kill()
-                os.close(worker.lifeline)
-            self._workers.clear()
+            for worker in list(self._workers):
+                self._forget(worker)
             shutil.rmtree(self._sockets, ignore_errors=True)
             leave_run(self._sockets)
+
+    def _forget(self, worker: _Worker) -> None:
+        """Nothing of a worker stays behind, however it ended."""
+        worker.closing = True
+        worker.kill()
+        if worker in self._workers:
+            self._workers.remove(worker)
+            os.close(worker.lifeline)
+            worker.lifeline = -1
 
     async def _spawn(self, name: str, threads: int) -> _Worker:
         path, log = f"{self._sockets}/{self._num_started}", self._log_dir / f"{name}.log"
@@ -164,9 +175,8 @@ class LocalRuntime:
         worker.kill()
         error = worker.obituary(code)
         worker.peer.disconnect()
-        if not worker.closing:
-            self._deaths.append(error)
-            self._death.set()
+        if worker.opened and not worker.closing:
+            self._deaths.put_nowait(error)
         return error
 
     async def _stop(self, worker: _Worker) -> None:
@@ -174,7 +184,7 @@ class LocalRuntime:
             return
         worker.closing = True
         close_s = min(CLOSE_S, self._deadline_s)
-        with suppress(BrokenPipeError):
+        with suppress(OSError):
             os.write(worker.lifeline, b"\n")
         await asyncio.wait({worker.ended}, timeout=close_s)
         if not worker.ended.done():

@@ -189,6 +189,10 @@ def main() -> None:
     join_run(sockets, token)
     start_compute_thread()
     asyncio.run(_serve(Service(name, token), lifeline, listener))
+    # Closed in order. The compute thread may still be at something that never ends, and nobody waits for that.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -113,15 +113,26 @@ class EngineCore:
 
     def submit(self, request: Request) -> None:
         self._check(f"request {request.key}", request.tokens)
+        if request.sampled is not None:
+            self._check_sampled(request, request.sampled)
         live = Live(request, self.max_context)
-        if live.num_tokens >= self.max_context:
-            self._outbox.append((live.name, live.completion(StopReason.CONTEXT)))
-            return
-        if request.urgent and not self._draining:
+        stop = self._stop_reason(live, live.num_prompt)
+        if stop is not None:
+            self._outbox.append((live.name, live.completion(stop)))
+        elif not live.fresh or (request.urgent and not self._draining):
             self._waiting.appendleft(live)
         else:
             self._waiting.append(live)
-        self._waiting_prefixes[live.prefix] += 1
+        if stop is None and live.fresh:
+            self._waiting_prefixes[live.prefix] += 1
+
+    def _check_sampled(self, request: Request, sampled: Chunk) -> None:
+        """What another engine sampled must be something that this one could have."""
+        whole = np.concatenate([request.tokens, sampled.tokens])
+        self._check(f"request {request.key} with what was sampled of it", whole)
+        if len(sampled.tokens) > request.sampling.max_tokens:
+            brought = f"{len(sampled.tokens)} sampled tokens"
+            raise RequestRefused(f"request {request.key} brings {brought}, over its {request.sampling.max_tokens}")
 
     def abort(self, key: RequestKey) -> None:
         name = str(key)

@@ -32,7 +32,15 @@ class Live:
         self.kv_version = -1
         self.donor: Live | None = None  # the sequence whose prompt this one is going to fork
         self.replays = False  # after a preemption in deterministic mode: decodes again what it had sampled
-        self.num_sent = self.num_prompt
+        if request.sampled is not None:
+            self._take(request.sampled)
+        self.num_sent = self.num_tokens
+
+    def _take(self, sampled: Chunk) -> None:
+        """What another engine sampled; its keys and values are still to be computed, as after a preemption."""
+        part = slice(self.num_prompt, self.num_prompt + len(sampled.tokens))
+        self.tokens[part], self.logprobs[part], self.versions[part] = sampled.tokens, sampled.logprobs, sampled.versions
+        self.num_tokens = part.stop
 
     @property
     def fresh(self) -> bool:

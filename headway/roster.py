@@ -1,0 +1,400 @@
+"""Who is there: the engines with the version each has proved, the rollout workers, the reward pool; told to each other.
+
+An engine serves from the moment it has proved the published weights. Then rollout workers are told of it, and its
+version counts; when it is lost or leaves, neither. Every engine follows the published versions by itself, so that one
+that joins late, or was away, catches up like any other.
+
+Invariants that live here:
+  1. One admission authority: `confirmed` is the lowest version proved by every engine that may serve.
+ 11. Weight sync is proved at every load, before the engine's first request under it.
+ 13. Generation waits for little: a new version travels to all engines at the same time, beside their work.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from headway.config import Config
+from headway.engine import Engine
+from headway.errors import HeadwayError, RunFailed, WeightsUnreachable, WorkerDied
+from headway.events import EventLog
+from headway.fleet import Fleet, Generation
+from headway.reward import RewardPool
+from headway.rollout import RolloutWorker
+from headway.routing import Continued, RolloutStats, Shunned, next_limit
+from headway.runtime import RemoteError
+from headway.supervise import LOST, Kept, Supervisor, within
+from headway.types import Admission, EngineStats, Group, Scores, WeightUpdate
+
+_DRAIN_LOOK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Published:
+    """The newest weights, and what the trainer makes of the probe under them."""
+
+    update: WeightUpdate
+    reference: Scores
+
+
+class Member(Kept[Engine]):
+    """One engine: what it has proved, what was last seen of it, how many sequences it should hold."""
+
+    def __init__(self, name: str, engine: Engine | None, start: Callable[[], Awaitable[Engine]]) -> None:
+        super().__init__(name, engine, start)
+        self.confirmed = -1  # until it has proved what it runs
+        self.leaving = False
+        self.stats: EngineStats | None = None
+        self.limit = 0
+
+    @property
+    def load(self) -> int:
+        return self.stats.running + self.stats.waiting if self.stats else 0
+
+    def end(self) -> None:
+        super().end()
+        self.confirmed, self.stats, self.limit = -1, None, 0
+
+
+class Roster:
+    """`send` brings an engine to a version and proves it; `on_stats` hears of each look; `changed` is set when
+    `confirmed` may have changed."""
+
+    def __init__(
+        self,
+        config: Config,
+        fleet: Fleet,
+        generation: Generation,
+        supervisor: Supervisor,
+        log: EventLog,
+        send: Callable[[str, WeightUpdate, Scores], Awaitable[None]],
+        on_stats: Callable[[str, EngineStats], None],
+        changed: asyncio.Event,
+    ) -> None:
+        self._config, self._fleet, self._supervisor, self._log = config, fleet, supervisor, log
+        self._send, self._on_stats, self._changed = send, on_stats, changed
+        self.engines = {name: self._member(name, engine) for name, engine in generation.engines.items()}
+        self._rollout = {name: self._worker(name, worker) for name, worker in generation.rollout.items()}
+        self._rewards, self._pool = Kept("reward", generation.rewards, fleet.start_rewards), generation.rewards
+        self._groups: dict[str, list[int]] = {name: [] for name in self._rollout}
+        self._lives: dict[str, asyncio.Task[object]] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self.published: Published | None = None
+        self._moved = asyncio.Event()  # something of the above has changed
+
+    def _member(self, name: str, engine: Engine | None) -> Member:
+        return Member(name, engine, lambda: self._fleet.start_engine(name))
+
+    def _worker(self, name: str, worker: RolloutWorker) -> Kept[RolloutWorker]:
+        return Kept(name, worker, lambda: self._fleet.start_rollout(name))
+
+    def keep_all(self, tasks: asyncio.TaskGroup) -> None:
+        """Begin to look after everybody, in tasks of the run."""
+        self._tasks = tasks
+        keep = self._supervisor.keep
+        self._lives["reward"] = tasks.create_task(keep(self._rewards, self._serve_rewards, self._on_lost))
+        for name, kept in self._rollout.items():
+            self._lives[name] = tasks.create_task(self._keep_rollout(name, kept))
+        for member in self.engines.values():
+            self._lives[member.name] = tasks.create_task(self._keep_engine(member))
+        self._lives["telling"] = tasks.create_task(self._tell_loads())
+
+    def let_go(self) -> None:
+        """The run is over: nobody is looked after any more."""
+        for task in self._lives.values():
+            task.cancel()
+
+    # Versions
+
+    @property
+    def serving(self) -> list[Member]:
+        return [member for member in self.engines.values() if member.serving.is_set() and not member.leaving]
+
+    @property
+    def confirmed(self) -> int | None:
+        """The lowest version proved by every engine that may serve; None while there is none.
+
+        One that was lost or leaves counts until the log says so.
+        """
+        return min((m.confirmed for m in self.engines.values() if m.confirmed >= 0), default=None)
+
+    async def publish(self, published: Published) -> None:
+        """Let every engine have these weights; returns before they have them."""
+        self.published = published
+        await self._to_rollout(self._inform)  # before any token can be sampled under it
+        self._note()
+
+    async def current(self) -> None:
+        """Wait until every engine that is up has proved what is published: then nobody reads older weights."""
+        while not all(self._is_current(member) for member in self.engines.values()):
+            await self._next_move()
+
+    def _is_current(self, member: Member) -> bool:
+        assert self.published is not None
+        gone = member.worker is None or member.lost.done()
+        return gone or member.confirmed == self.published.update.version
+
+    def _note(self) -> None:
+        self._moved.set()
+        self._moved = asyncio.Event()
+        self._changed.set()
+
+    async def _next_move(self) -> None:
+        await self._moved.wait()
+
+    async def _on_lost(self) -> None:
+        self._note()
+        await self._to_rollout(self._connect)
+
+    # Engines
+
+    def engine(self, name: str) -> Engine:
+        """One that is up."""
+        engine = self.engines[name].worker
+        assert engine is not None
+        return engine
+
+    async def _keep_engine(self, member: Member) -> None:
+        """One engine, for as long as it can be kept alive; the others go on without it when it cannot."""
+
+        async def serve(engine: Engine) -> None:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._follow(member, engine))
+                tasks.create_task(self._look_after(member))
+
+        is_spare = lambda: bool(self.serving)  # noqa: E731
+        cause = await self._supervisor.keep(member, _unwrapped(serve), self._on_lost, is_spare=is_spare)
+        await self._remove(member, str(cause))
+
+    async def _follow(self, member: Member, engine: Engine) -> None:
+        """Consumes published versions, each as soon as the last is proved; produces an engine that may serve."""
+        while True:
+            while self.published is None or member.confirmed == self.published.update.version:
+                await self._next_move()
+            published = self.published
+            try:
+                await self._send(member.name, published.update, published.reference)
+            except RemoteError as error:
+                raise WorkerDied(f"{member.name} broke: {error}") from error
+            except (WorkerDied, WeightsUnreachable):
+                await self._await_other_weights(engine, published)
+                continue
+            member.confirmed = published.update.version
+            if not member.serving.is_set():
+                self._supervisor.serves(member)
+                await self._to_rollout(self._connect)
+            self._note()
+
+    async def _await_other_weights(self, engine: Engine, published: Published) -> None:
+        """The trainer may have died with its weights, and not the engine: then it will publish them again."""
+        await self._look(engine, "an engine")
+        while self.published is published:
+            await self._next_move()
+
+    async def _look(self, engine: Engine, name: str) -> EngineStats:
+        return await within(self._config.supervise.health_s, f"a look at {name}", engine.stats())
+
+    async def _look_after(self, member: Member) -> None:
+        every_s = self._config.metrics.stats_every_s
+        told = time.monotonic()
+
+        async def look(engine: Engine) -> None:
+            nonlocal told
+            stats = await engine.stats()
+            if member.stats is not None:
+                member.limit = next_limit(member.limit, self._config.engine.max_num_seqs, member.stats, stats)
+            member.stats = stats
+            if time.monotonic() - told >= every_s:
+                told = time.monotonic()
+                self._on_stats(member.name, stats)
+
+        await self._supervisor.look_after(member, look, every_s)
+
+    async def look_at_engines(self) -> None:
+        """One last look, whose counters are final; an engine that is lost in this moment has had its last one."""
+
+        async def last_look(member: Member) -> None:
+            try:
+                self._on_stats(member.name, await self._look(await member.get(), member.name))
+            except LOST as error:
+                member.lose(member.worker, error)
+
+        await asyncio.gather(*(last_look(member) for member in self.serving))
+        await self._to_rollout(self._look_at_rollout)
+
+    # Joining and leaving
+
+    async def resize(self, count: int) -> None:
+        """Have so many engines: start more, or let the youngest leave; returns when that has begun."""
+        staying = [member for member in self.engines.values() if not member.leaving]
+        assert self._tasks is not None
+        for member in staying[count:]:
+            self._tasks.create_task(self._let_leave(member))
+        for _ in range(count - len(staying)):
+            member = self._member(self._next_name(), None)
+            self.engines[member.name] = member
+            self._lives[member.name] = self._tasks.create_task(self._join(member))
+
+    def _next_name(self) -> str:
+        number = len(self.engines)
+        while f"engine-{number}" in self.engines:
+            number += 1
+        return f"engine-{number}"
+
+    async def _join(self, member: Member) -> None:
+        # One that was asked for and cannot start is not worth the run.
+        try:
+            member.begin(await member.start())
+        except HeadwayError as error:
+            await self._remove(member, f"it did not start: {error}")
+            return
+        member.life = 0
+        await self._keep_engine(member)
+
+    async def _let_leave(self, member: Member) -> None:
+        """What it has sampled is given back first, and goes on elsewhere; then it is ended."""
+        member.leaving = True
+        self._note()
+        await self._to_rollout(self._connect)
+        try:
+            async with asyncio.timeout(self._config.supervise.health_s):
+                while member.worker is not None and (await member.worker.stats()).running:
+                    await asyncio.sleep(_DRAIN_LOOK_S)
+            if member.worker is not None:
+                self._on_stats(member.name, await member.worker.stats())
+        except (TimeoutError, *LOST):
+            pass  # then its requests go on from what was received
+        self._lives.pop(member.name).cancel()
+        await self._remove(member, "it was asked to leave")
+
+    async def _remove(self, member: Member, cause: str) -> None:
+        self.engines.pop(member.name, None)
+        self._log.append("left", engine=member.name, cause=cause)
+        self._note()
+        await self._to_rollout(self._connect)
+        await self._fleet.stop(member.name)
+        if not self.engines:
+            raise RunFailed(f"no engine is left; the last was {member.name}: {cause}")
+
+    # Rollout workers and the reward pool
+
+    async def run(self, admission: Admission) -> Group:
+        """The group, from the first rollout worker that brings it home; one that is lost costs what it had sampled."""
+        is_training = admission.stream == "train"
+        while True:
+            kept = await self._rollout_for(admission.group)
+            worker = await kept.get()
+            groups = self._groups[kept.name]
+            if is_training:
+                groups.append(admission.group)
+            try:
+                group = await worker.run(admission)
+            except WorkerDied as error:
+                kept.lose(worker, error)  # its keeper takes the groups it had
+                continue
+            if is_training:
+                groups.remove(admission.group)
+            return group
+
+    async def _rollout_for(self, group: int) -> Kept[RolloutWorker]:
+        """By turns among those that serve."""
+        while not (serving := [kept for kept in self._rollout.values() if kept.serving.is_set()]):
+            await self._next_move()
+        return serving[group % len(serving)]
+
+    async def _keep_rollout(self, name: str, kept: Kept[RolloutWorker]) -> None:
+        async def serve(worker: RolloutWorker) -> None:
+            await self._connect(worker)
+            await self._inform(worker)
+            self._supervisor.serves(kept)
+            self._note()
+            await self._supervisor.look_after(kept, self._look_at_rollout, self._config.metrics.stats_every_s)
+
+        def take_groups() -> list[int]:
+            groups, self._groups[name] = self._groups[name], []
+            return sorted(groups)
+
+        async def on_lost() -> None:
+            self._note()
+
+        await self._supervisor.keep(kept, serve, on_lost, take_groups)
+
+    async def _look_at_rollout(self, worker: RolloutWorker) -> None:
+        found: RolloutStats = await worker.stats()
+        for shunned in found.shunned:
+            self._believe(shunned)
+        by_engine: dict[str, list[Continued]] = {}
+        for continued in found.continued:
+            by_engine.setdefault(continued.engine, []).append(continued)
+        for engine, items in by_engine.items():
+            tokens, seconds = sum(item.tokens for item in items), max(item.seconds for item in items)
+            self._log.append("continued", engine=engine, requests=len(items), tokens=tokens, seconds=seconds)
+
+    def _believe(self, shunned: Shunned) -> None:
+        """A rollout worker found an engine wanting: it is replaced, if it is still that one."""
+        member = self.engines.get(shunned.engine)
+        if member is not None and member.life == shunned.life:
+            member.lose(member.worker, HeadwayError(shunned.reason))
+
+    async def _serve_rewards(self, pool: RewardPool) -> None:
+        self._pool = pool
+        await self._to_rollout(self._connect)
+        self._supervisor.serves(self._rewards)
+
+        async def look(pool: RewardPool) -> None:
+            await pool.stats()
+
+        await self._supervisor.look_after(self._rewards, look, self._config.metrics.stats_every_s)
+
+    # What rollout workers are told
+
+    async def _to_rollout(self, tell: Callable[[RolloutWorker], Awaitable[None]]) -> None:
+        """Tell all rollout workers that are up; whoever comes later is told then."""
+
+        async def one(kept: Kept[RolloutWorker]) -> None:
+            worker = kept.worker
+            if worker is None:
+                return
+            try:
+                await within(self._config.supervise.health_s, f"telling {kept.name}", tell(worker))
+            except LOST as error:
+                kept.lose(worker, error)
+
+        await asyncio.gather(*(one(kept) for kept in self._rollout.values()))
+
+    async def _connect(self, worker: RolloutWorker) -> None:
+        members = [member for member in self.engines.values() if member.serving.is_set()]
+        engines = {member.name: member.worker for member in members if member.worker is not None}
+        lives = {member.name: member.life for member in members}
+        leaving = tuple(member.name for member in members if member.leaving)
+        await worker.connect(engines, lives, leaving, self._pool)
+
+    async def _inform(self, worker: RolloutWorker) -> None:
+        newest = self.published.update.version if self.published else 0
+        num_workers = len(self._rollout)
+        loads = {member.name: member.load for member in self.serving}
+        limits = {member.name: -(-member.limit // num_workers) for member in self.serving if member.limit}
+        await worker.inform(newest, loads, limits)
+
+    async def _tell_loads(self) -> None:
+        """A worker knows its own requests; those of the others, and limits, it has to be told."""
+        limits: dict[str, int] = {}
+        while True:
+            await asyncio.sleep(self._config.metrics.stats_every_s)
+            found = {member.name: member.limit for member in self.serving}
+            if found != limits or (len(self._rollout) > 1 and len(found) > 1):
+                limits = found
+                await self._to_rollout(self._inform)
+
+
+def _unwrapped(serve: Callable[[Engine], Awaitable[None]]) -> Callable[[Engine], Awaitable[None]]:
+    """The first error of a task group, as itself."""
+
+    async def call(engine: Engine) -> None:
+        try:
+            await serve(engine)
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+
+    return call
