@@ -29,6 +29,10 @@ class WeightMismatch(HeadwayError):
     """Weights that arrived are not the weights that were published."""
 
 
+class SaveFailed(HeadwayError):
+    """A checkpoint or a model could not be written; what was there before is still there."""
+
+
 class OutOfMemory(HeadwayError):
     """One of several trainer ranks ran out of GPU memory; smaller micro-batches may fit."""
 
@@ -50,6 +54,7 @@ BY_NAME: dict[str, type[HeadwayError]] = {
         DeadlineExceeded,
         RequestRefused,
         WeightMismatch,
+        SaveFailed,
         OutOfMemory,
         InvariantBroken,
         RunFailed,

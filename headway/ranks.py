@@ -11,9 +11,11 @@ Invariants that live here:
 """
 
 import asyncio
+import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,7 @@ import torch
 from headway import checkpoint
 from headway.collective import Meeting, Place, join
 from headway.config import AlgorithmSection, ModelSection, TrainerSection
-from headway.errors import DeadlineExceeded, HeadwayError, InvariantBroken, OutOfMemory, WorkerDied
+from headway.errors import DeadlineExceeded, HeadwayError, InvariantBroken, OutOfMemory, SaveFailed, WorkerDied
 from headway.microbatch import deal, shares_of
 from headway.models import DTYPES, find_device, load_config, model_shape
 from headway.packing import flops
@@ -58,6 +60,8 @@ class Rank:
 
     async def close(self) -> None:
         await self.trainer.close()
+        # Waiting in a pass for a rank that has left already, the compute thread would keep this process for ever.
+        os._exit(0)
 
     async def alive(self) -> None:
         """Answered even in the middle of a pass."""
@@ -71,13 +75,13 @@ class Rank:
     async def publish(self) -> WeightUpdate:
         return await offload(self.trainer.publish_weights)
 
-    async def save(self, unfinished: str) -> tuple[int, checkpoint.Part, dict[str, str]]:
+    async def save(self, directory: str) -> tuple[int, checkpoint.Part, dict[str, str]]:
         """Write this rank's part of a checkpoint; its version, what it wrote, and the fingerprints of its weights."""
-        return await offload(self._save, Path(unfinished))
+        return await offload(self._save, Path(directory))
 
-    async def rescue(self, unfinished: str) -> tuple[int, checkpoint.Part, dict[str, str]]:
+    async def rescue(self, directory: str) -> tuple[int, checkpoint.Part, dict[str, str]]:
         """The same while the compute thread waits in a pass for a rank that will not come."""
-        return await asyncio.to_thread(self._rescue, Path(unfinished))
+        return await asyncio.to_thread(self._rescue, Path(directory))
 
     async def read(self, directory: str) -> None:
         await offload(self.trainer.read_state, Path(directory))
@@ -85,20 +89,20 @@ class Rank:
     async def adopt(self) -> int:
         return await offload(self.trainer.adopt_state)
 
-    async def describe_model(self, unfinished: str) -> None:
-        await offload(self.trainer.describe_model, Path(unfinished))
+    async def describe_model(self, directory: str) -> None:
+        await offload(self.trainer.describe_model, Path(directory))
 
-    async def write_rows(self, unfinished: str) -> None:
-        await offload(self.trainer.write_rows, Path(unfinished))
+    async def write_rows(self, directory: str) -> None:
+        await offload(self.trainer.write_rows, Path(directory))
 
-    def _save(self, unfinished: Path) -> tuple[int, checkpoint.Part, dict[str, str]]:
-        return self.trainer.version, self.trainer.save_part(unfinished), self.trainer.fingerprints()
+    def _save(self, directory: Path) -> tuple[int, checkpoint.Part, dict[str, str]]:
+        return self.trainer.version, self.trainer.save_part(directory), self.trainer.fingerprints()
 
-    def _rescue(self, unfinished: Path) -> tuple[int, checkpoint.Part, dict[str, str]]:
+    def _rescue(self, directory: Path) -> tuple[int, checkpoint.Part, dict[str, str]]:
         device = self.trainer.device
         # The stream of the pass stands still.
         with torch.cuda.stream(torch.cuda.Stream(device) if device.type == "cuda" else None):
-            return self.trainer.version, self.trainer.save_part(unfinished), {}
+            return self.trainer.version, self.trainer.save_part(directory), {}
 
 
 class RankedTrainer:
@@ -143,7 +147,7 @@ class RankedTrainer:
     async def end(self) -> None:
         """End all ranks at once, whatever they are doing."""
         self._cause = self._cause or WorkerDied("the trainer's ranks were ended while they were still needed")
-        await together(*(self._runtime.end(rank) for rank in self._ranks))
+        await together(*(self._runtime.stop(name) for name in self._names))
         self._ranks.clear()
         self._meeting = None
 
@@ -192,20 +196,22 @@ class RankedTrainer:
         return versions[0]
 
     async def save_model(self, directory: str) -> None:
-        checkpoint.check_replaceable(Path(directory))
-        unfinished = await asyncio.to_thread(checkpoint.begin, Path(directory))
-        await self._ask("describe_model", [(str(unfinished),)], joint=False)
-        await self._each("write_rows", str(unfinished))
-        await asyncio.to_thread(checkpoint.replace, unfinished, Path(directory))
+        path = Path(directory)
+        checkpoint.check_replaceable(path)
+        async with _discarded_if_unfinished(path):
+            await asyncio.to_thread(checkpoint.begin, path)
+            await self._ask("describe_model", [(directory,)], joint=False)
+            await self._each("write_rows", directory)
+            await asyncio.to_thread(checkpoint.finish_model, path)
 
     async def _save(self, method: str, directory: Path) -> None:
-        unfinished = await asyncio.to_thread(checkpoint.begin, directory)
-        saved: list[tuple[int, checkpoint.Part, dict[str, str]]] = await self._each(method, str(unfinished))
-        self._check_agreement("the version", [version for version, _, _ in saved])
-        prints = {key: value for _, _, found in saved for key, value in found.items()}
-        parts = [part for _, part, _ in saved]
-        extra = {"digest": digest(prints)}
-        await asyncio.to_thread(checkpoint.finish, unfinished, directory, saved[0][0], parts, extra)
+        async with _discarded_if_unfinished(directory):
+            await asyncio.to_thread(checkpoint.begin, directory)
+            saved: list[tuple[int, checkpoint.Part, dict[str, str]]] = await self._each(method, str(directory))
+            self._check_agreement("the version", [version for version, _, _ in saved])
+            prints = {key: value for _, _, found in saved for key, value in found.items()}
+            parts, extra = [part for _, part, _ in saved], {"digest": digest(prints)}
+            await asyncio.to_thread(checkpoint.finish, directory, saved[0][0], parts, extra)
 
     async def _begin_anew(self, longest: int) -> None:
         """All ranks as new processes with smaller micro-batches, and the state they had before this training step."""
@@ -280,6 +286,16 @@ class RankedTrainer:
                 raise InvariantBroken(
                     f"trainer ranks disagree on {what}: {self._names[0]} says {answers[0]}, {name} says {answer}"
                 )
+
+
+@asynccontextmanager
+async def _discarded_if_unfinished(directory: Path) -> AsyncIterator[None]:
+    """A disk that is full gets back what the part of a slot or a model took of it."""
+    try:
+        yield
+    except SaveFailed:
+        await asyncio.to_thread(checkpoint.discard, directory)
+        raise
 
 
 _CAUSES = (WorkerDied, OutOfMemory, DeadlineExceeded)

@@ -131,14 +131,6 @@ def joined(parts: Sequence[WeightUpdate]) -> WeightUpdate:
     return WeightUpdate(parts[0].version, parts[0].kind, "parts", "", (), tuple(parts))
 
 
-def open_pieces(update: WeightUpdate) -> list[tuple[TensorInfo, Tensor]]:
-    """All tensors of an update and its parts, or pieces of them, each with what is known of it."""
-    if update.parts:
-        return [piece for part in update.parts for piece in open_pieces(part)]
-    opened = open_update(update)
-    return [(info, opened[info.name]) for info in update.tensors]
-
-
 def open_update(update: WeightUpdate) -> dict[str, Tensor]:
     """The update's tensors as views of where they were published; on the host copy-on-write: nobody can change them."""
     if update.transport == "cuda":
@@ -173,34 +165,35 @@ class ShadowWeights:
     def stage(self, update: WeightUpdate) -> None:
         """Copy the update into the shadow set and check every byte of it; the live set is untouched."""
         self.staged_version = None
-        published = open_pieces(update)
-        self._check_kinds(update.version, [info for info, _ in published])
-        copied: dict[tuple[int, int], Tensor] = {}
-        shadows: dict[str, Tensor] = {}
-        for info, tensor in published:
-            place = id(self._live[info.name]), info.first_row
-            if place not in copied:
-                copied[place] = self._rows(info).copy_(tensor)
-            # That which the name will run, not what was published under it: tied here, two tensors may have arrived.
-            shadows[info.key] = copied[place]
-        self._fingerprints = fingerprints(shadows, on_device=(update.parts or (update,))[0].transport == "cuda")
+        self._check_kinds(update)
+        self._fingerprints = {}
+        for part in update.parts or (update,):
+            into, published = self._places(part), open_update(part)
+            for name, rows in {id(rows): (name, rows) for name, rows in into.items()}.values():
+                rows.copy_(published[name])
+            # Taken from the tensor each name will run, not from what was copied: tied here, two may have arrived.
+            found = fingerprints(into, on_device=part.transport == "cuda")
+            self._fingerprints |= {info.key: found[info.name] for info in part.tensors}
         wrong = [name for name, value in update.fingerprints.items() if self._fingerprints[name] != value]
         if wrong:
             raise WeightMismatch(f"version {update.version}: {wrong[0]} arrived with another checksum than published")
         self.staged_version = update.version
 
-    def _rows(self, info: TensorInfo) -> Tensor:
-        """Where a tensor, or a piece of one, belongs in the shadow set."""
-        parameter = self._live[info.name]
-        if id(parameter) not in self._shadow:
-            self._shadow[id(parameter)] = torch.empty_like(parameter.data)
-        whole = self._shadow[id(parameter)]
-        return whole if info.num_rows is None else whole[info.rows.start : info.rows.stop]
+    def _places(self, part: WeightUpdate) -> dict[str, Tensor]:
+        """Where the part's tensors, or pieces of them, belong in the shadow set; what is tied is one tensor there."""
+        places: dict[tuple[int, int], Tensor] = {}
+        for info in part.tensors:
+            parameter = self._live[info.name]
+            if id(parameter) not in self._shadow:
+                self._shadow[id(parameter)] = torch.empty_like(parameter.data)
+            rows = self._shadow[id(parameter)][info.rows.start : info.rows.stop]
+            places.setdefault((id(parameter), info.first_row), rows)
+        return {info.name: places[id(self._live[info.name]), info.first_row] for info in part.tensors}
 
-    def _check_kinds(self, version: int, pieces: list[TensorInfo]) -> None:
+    def _check_kinds(self, update: WeightUpdate) -> None:
         """That names, types and shapes are those of the live set, and that no row is missing or comes twice."""
-        published: dict[str, list[TensorInfo]] = {}
-        for info in pieces:
+        version, published = update.version, dict[str, list[TensorInfo]]()
+        for info in update.pieces:
             published.setdefault(info.name, []).append(info)
         differing = sorted(self._live.keys() ^ published.keys())
         if differing:
@@ -208,15 +201,13 @@ class ShadowWeights:
                 f"version {version}: published and loaded tensors differ by name, first {differing[0]}"
             )
         for name, parameter in self._live.items():
-            ours = f"{parameter.dtype} {tuple(parameter.shape)}"
-            for info in published[name]:
+            ours, num_rows = f"{parameter.dtype} {tuple(parameter.shape)}", 0
+            for info in sorted(published[name], key=lambda info: info.first_row):
                 theirs = f"torch.{info.dtype} {info.whole_shape}"
                 if theirs != ours:
                     raise WeightMismatch(f"version {version}: {name} was published as {theirs}, loaded as {ours}")
-            expected = 0
-            for info in sorted(published[name], key=lambda info: info.first_row):
-                expected = info.rows.stop if info.first_row == expected else -1
-            if expected != len(parameter):
+                num_rows = info.rows.stop if info.first_row == num_rows else -1
+            if num_rows != len(parameter):
                 raise WeightMismatch(f"version {version}: the pieces of {name} do not make a whole")
 
     def staged(self, parameter: Tensor) -> Tensor:

@@ -27,12 +27,12 @@ class Runtime(Protocol):
         """Construct `cls(*args)` and open it; returns the object itself or a handle that behaves like it."""
         ...
 
-    async def end(self, worker: Any) -> None:
-        """End one worker at once, without asking it; that is no death, and one that has ended already stays so."""
-        ...
-
     async def failure(self) -> WorkerDied:
         """Return when a worker died unexpectedly; never otherwise."""
+        ...
+
+    async def stop(self, name: str) -> None:
+        """End one worker now, which is no failure; killed if it does not close in a bounded time; dead is fine too."""
         ...
 
     async def close(self) -> None:

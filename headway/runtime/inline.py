@@ -21,16 +21,16 @@ class InlineRuntime:
             await worker.open()
         return worker
 
-    async def end(self, worker: Any) -> None:
-        for named in [named for named in self._workers if named[1] is worker]:
-            self._workers.remove(named)
-            if hasattr(worker, "close"):
-                await _close(*named)
-
     async def failure(self) -> WorkerDied:
         """Never returns: a worker that shares this process dies with it."""
         await asyncio.Event().wait()
         raise AssertionError
+
+    async def stop(self, name: str) -> None:
+        for known in [known for known in self._workers if known[0] == name]:
+            self._workers.remove(known)
+            if hasattr(known[1], "close"):
+                await _close(*known)
 
     async def close(self) -> None:
         while self._workers:

@@ -96,15 +96,13 @@ class LocalRuntime:
             raise
         return cast(T, Handle(worker.peer, remote_methods(cls), self._deadline_s))
 
-    async def end(self, worker: Any) -> None:
-        for known in [known for known in self._workers if known.peer is worker._peer]:
-            known.closing = True
-            known.kill()
-            await asyncio.wait({known.ended}, timeout=CLOSE_S)
-
     async def failure(self) -> WorkerDied:
         await self._death.wait()
         return WorkerDied(str(self._deaths[0]))
+
+    async def stop(self, name: str) -> None:
+        for worker in [worker for worker in self._workers if worker.peer.name == name]:
+            await self._stop(worker)
 
     async def close(self) -> None:
         try:
