@@ -59,41 +59,45 @@ def slot_for(num_saved: int) -> str:
     return SLOTS[num_saved % 2]
 
 
-def save(directory: Path, version: int, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> None:
-    """Write a slot of whole tensors."""
-    with saving(directory):
-        unfinished = begin(directory)
-        finish(unfinished, directory, version, [write_part(unfinished, _TENSORS, tensors, {})], extra)
-
-
 @contextmanager
-def saving(directory: Path) -> Iterator[None]:
-    """What cannot be written is told as such; what lies at `directory` is still what it was."""
+def _saving(directory: Path) -> Iterator[Path]:
+    """The place beside `directory` to write to; that the disk is full or broken is one sentence."""
     try:
-        yield
+        yield directory.with_name(directory.name + ".unfinished")
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(_unfinished(directory), ignore_errors=True)
         raise SaveFailed(f"cannot write {directory}: {error}; make room or repair the disk") from error
 
 
-def _unfinished(directory: Path) -> Path:
-    return directory.with_name(directory.name + ".unfinished")
+def begin(directory: Path) -> None:
+    """Make an empty place beside the final one, for the parts of a slot or of a model."""
+    with _saving(directory) as unfinished:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
 
 
-def begin(directory: Path) -> Path:
-    """An empty place beside the final one, for the parts of a slot or for a model."""
-    unfinished = _unfinished(directory)
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    return unfinished
+def discard(directory: Path) -> None:
+    with _saving(directory) as unfinished:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def save(directory: Path, version: int, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> None:
+    """Write a slot of whole tensors."""
+    try:
+        begin(directory)
+        finish(directory, version, [write_part(directory, _TENSORS, tensors, {})], extra)
+    except SaveFailed:
+        discard(directory)
+        raise
 
 
 def write_part(
-    unfinished: Path, file: str, tensors: Mapping[str, Tensor], pieces: Mapping[str, tuple[int, int]]
+    directory: Path, file: str, tensors: Mapping[str, Tensor], pieces: Mapping[str, tuple[int, int]]
 ) -> Part:
     """Write one file of a slot; of a piece, `pieces` has the first row and how many rows the whole tensor has."""
     plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    save_file(plain, unfinished / file)
+    with _saving(directory) as unfinished:
+        save_file(plain, unfinished / file)
+        _bring_to_disk(unfinished / file)
     described = {}
     for name, signature in _signatures(plain).items():
         first_row, num_rows = pieces.get(name, (0, len(plain[name]) if plain[name].ndim else 0))
@@ -101,12 +105,12 @@ def write_part(
     return Part(file, described)
 
 
-def finish(unfinished: Path, directory: Path, version: int, parts: Iterable[Part], extra: dict[str, Any]) -> None:
+def finish(directory: Path, version: int, parts: Iterable[Part], extra: dict[str, Any]) -> None:
     """All parts are written: describe them, and let them take the place of what the slot held before."""
-    files = {part.file: part.tensors for part in parts}
-    description = {"version": version, "files": files, "extra": extra}
-    (unfinished / _DESCRIPTION).write_text(json.dumps(description | {"checksum": _checksum(description)}))
-    replace(unfinished, directory)
+    description = {"version": version, "files": {part.file: part.tensors for part in parts}, "extra": extra}
+    with _saving(directory) as unfinished:
+        (unfinished / _DESCRIPTION).write_text(json.dumps(description | {"checksum": _checksum(description)}))
+        replace(unfinished, directory)
 
 
 def _every_row(name: str, num_rows: int) -> range:
@@ -197,27 +201,32 @@ def _checksum(description: dict[str, Any]) -> str:
 def save_model(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """An ordinary transformers directory, complete or absent."""
     check_replaceable(directory)
-    with saving(directory):
-        unfinished = begin(directory)
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        replace(unfinished, directory)
+    try:
+        begin(directory)
+        with _saving(directory) as unfinished:
+            model.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
+        finish_model(directory)
+    except SaveFailed:
+        discard(directory)
+        raise
 
 
 def describe_model(
     directory: Path, model: PreTrainedModel, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """All of a transformers directory but the numbers: those, its ranks write with `write_rows`."""
+    """Write all of a transformers directory but the numbers: those, its ranks write with `write_rows`."""
     config = copy.deepcopy(model.config)
     config.dtype, config.architectures = dtype, [type(model).__name__]
-    config.save_pretrained(directory)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
     header, _, num_bytes = _layout(model, dtype)
-    with open(directory / _WEIGHTS, "wb") as file:
-        file.write(header)
-        file.truncate(num_bytes)
+    with _saving(directory) as unfinished:
+        config.save_pretrained(unfinished)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        with open(unfinished / _WEIGHTS, "wb") as file:
+            file.write(header)
+            file.truncate(num_bytes)
 
 
 def write_rows(
@@ -228,11 +237,19 @@ def write_rows(
     Rows of dimension 0 lie one after the other in the file, so that no rank ever needs another's.
     """
     _, starts, _ = _layout(model, dtype)
-    with open(directory / _WEIGHTS, "r+b") as file:
+    with _saving(directory) as unfinished, open(unfinished / _WEIGHTS, "r+b") as file:
         for name in starts.keys() & rows.keys():
             first_row, tensor = rows[name]
             file.seek(starts[name] + first_row * tensor[0].numel() * dtype.itemsize)
             file.write(bytes_of(tensor))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def finish_model(directory: Path) -> None:
+    """All of a model is written: let it take the place of the one before."""
+    with _saving(directory) as unfinished:
+        replace(unfinished, directory)
 
 
 def _layout(model: PreTrainedModel, dtype: torch.dtype) -> tuple[bytes, dict[str, int], int]:
@@ -268,11 +285,15 @@ def replace(unfinished: Path, directory: Path) -> None:
     """Bring every file of `unfinished` to disk, then let it take the place of `directory`."""
     for path in unfinished.rglob("*"):
         if path.is_file():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            _bring_to_disk(path)
         else:
             fsync_directory(path)
     fsync_directory(unfinished)
     shutil.rmtree(directory, ignore_errors=True)
     unfinished.rename(directory)
     fsync_directory(directory.parent)
+
+
+def _bring_to_disk(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())

@@ -61,7 +61,10 @@ def _as_words(tensor: Tensor) -> Tensor:
     """The bytes as the widest integers that divide them."""
     flat = tensor.detach().contiguous().view(-1)
     num_bytes = flat.numel() * flat.element_size()
-    return flat.view(torch.int32 if num_bytes % 4 == 0 else torch.int16 if num_bytes % 2 == 0 else torch.uint8)
+    words = torch.int32 if num_bytes % 4 == 0 else torch.int16 if num_bytes % 2 == 0 else torch.uint8
+    # Rows of a larger tensor may begin in the middle of a word.
+    aligned = flat.storage_offset() * flat.element_size() % words.itemsize == 0
+    return (flat if aligned else flat.clone()).view(words)
 
 
 class DevicePublisher:

@@ -11,8 +11,11 @@ Invariants that live here:
 """
 
 import asyncio
+import os
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +26,7 @@ import torch
 from headway import checkpoint
 from headway.collective import Meeting, Place, join
 from headway.config import AlgorithmSection, ModelSection, TrainerSection, WeightsSection
-from headway.errors import DeadlineExceeded, HeadwayError, InvariantBroken, OutOfMemory, WorkerDied
+from headway.errors import DeadlineExceeded, HeadwayError, InvariantBroken, OutOfMemory, SaveFailed, WorkerDied
 from headway.microbatch import deal, shares_of
 from headway.models import DTYPES, find_device, load_config, model_shape
 from headway.packing import flops
@@ -35,6 +38,8 @@ from headway.weights import digest, joined
 _SETTLE_S = 10.0  # after one rank failed, the others have this long to say what they know
 _SIGN_OF_LIFE_S = 5.0
 _RESCUED = "rescued"
+
+Answer = asyncio.Future[Any]
 
 
 class Rank:
@@ -55,6 +60,8 @@ class Rank:
 
     async def close(self) -> None:
         await self.trainer.close()
+        # Waiting in a pass for a rank that has left already, the compute thread would keep this process for ever.
+        os._exit(0)
 
     async def alive(self) -> None:
         """Answered even in the middle of a pass."""
@@ -68,13 +75,13 @@ class Rank:
     async def publish(self) -> WeightUpdate:
         return await offload(self.trainer.publish_weights)
 
-    async def save(self, unfinished: str) -> tuple[int, checkpoint.Part, dict[str, str]]:
+    async def save(self, directory: str) -> tuple[int, checkpoint.Part, dict[str, str]]:
         """Write this rank's part of a checkpoint; its version, what it wrote, and the fingerprints of its weights."""
-        return await offload(self._save, Path(unfinished))
+        return await offload(self._save, Path(directory))
 
-    async def rescue(self, unfinished: str) -> tuple[int, checkpoint.Part, dict[str, str]]:
+    async def rescue(self, directory: str) -> tuple[int, checkpoint.Part, dict[str, str]]:
         """The same while the compute thread waits in a pass for a rank that will not come."""
-        return await asyncio.to_thread(self._rescue, Path(unfinished))
+        return await asyncio.to_thread(self._rescue, Path(directory))
 
     async def read(self, directory: str) -> None:
         await offload(self.trainer.read_state, Path(directory))
@@ -82,20 +89,20 @@ class Rank:
     async def adopt(self) -> int:
         return await offload(self.trainer.adopt_state)
 
-    async def describe_model(self, unfinished: str) -> None:
-        await offload(self.trainer.describe_model, Path(unfinished))
+    async def describe_model(self, directory: str) -> None:
+        await offload(self.trainer.describe_model, Path(directory))
 
-    async def write_rows(self, unfinished: str) -> None:
-        await offload(self.trainer.write_rows, Path(unfinished))
+    async def write_rows(self, directory: str) -> None:
+        await offload(self.trainer.write_rows, Path(directory))
 
-    def _save(self, unfinished: Path) -> tuple[int, checkpoint.Part, dict[str, str]]:
-        return self.trainer.version, self.trainer.save_part(unfinished), self.trainer.fingerprints()
+    def _save(self, directory: Path) -> tuple[int, checkpoint.Part, dict[str, str]]:
+        return self.trainer.version, self.trainer.save_part(directory), self.trainer.fingerprints()
 
-    def _rescue(self, unfinished: Path) -> tuple[int, checkpoint.Part, dict[str, str]]:
+    def _rescue(self, directory: Path) -> tuple[int, checkpoint.Part, dict[str, str]]:
         device = self.trainer.device
         # The stream of the pass stands still.
         with torch.cuda.stream(torch.cuda.Stream(device) if device.type == "cuda" else None):
-            return self.trainer.version, self.trainer.save_part(unfinished), {}
+            return self.trainer.version, self.trainer.save_part(directory), {}
 
 
 class RankedTrainer:
@@ -139,6 +146,7 @@ class RankedTrainer:
 
     async def end(self) -> None:
         """End all ranks at once, whatever they are doing."""
+        self._cause = self._cause or WorkerDied("the trainer's ranks were ended while they were still needed")
         await together(*(self._runtime.stop(name) for name in self._names))
         self._ranks.clear()
         self._meeting = None
@@ -148,7 +156,7 @@ class RankedTrainer:
     async def train(self, batch: Batch) -> StepReport:
         check_staleness(batch, self._worst_staleness)
         num_ranks, num_minibatches = len(self._names), self._section.minibatches
-        shares = shares_of(batch, self._algorithm, num_minibatches, num_ranks, self._cost)
+        shares = await asyncio.to_thread(shares_of, batch, self._algorithm, num_minibatches, num_ranks, self._cost)
         while True:
             # The one error that smaller micro-batches mend, if all ranks make them.
             try:
@@ -188,22 +196,22 @@ class RankedTrainer:
         return versions[0]
 
     async def save_model(self, directory: str) -> None:
-        checkpoint.check_replaceable(Path(directory))
-        with checkpoint.saving(Path(directory)):
-            unfinished = await asyncio.to_thread(checkpoint.begin, Path(directory))
-            await self._ask([(self._ranks[0], "describe_model", (str(unfinished),))])
-            await self._each("write_rows", str(unfinished))
-            await asyncio.to_thread(checkpoint.replace, unfinished, Path(directory))
+        path = Path(directory)
+        checkpoint.check_replaceable(path)
+        async with _discarded_if_unfinished(path):
+            await asyncio.to_thread(checkpoint.begin, path)
+            await self._ask("describe_model", [(directory,)], joint=False)
+            await self._each("write_rows", directory)
+            await asyncio.to_thread(checkpoint.finish_model, path)
 
     async def _save(self, method: str, directory: Path) -> None:
-        with checkpoint.saving(directory):
-            unfinished = await asyncio.to_thread(checkpoint.begin, directory)
-            saved: list[tuple[int, checkpoint.Part, dict[str, str]]] = await self._each(method, str(unfinished))
+        async with _discarded_if_unfinished(directory):
+            await asyncio.to_thread(checkpoint.begin, directory)
+            saved: list[tuple[int, checkpoint.Part, dict[str, str]]] = await self._each(method, str(directory))
             self._check_agreement("the version", [version for version, _, _ in saved])
             prints = {key: value for _, _, found in saved for key, value in found.items()}
-            parts = [part for _, part, _ in saved]
-            extra = {"digest": digest(prints)}
-            await asyncio.to_thread(checkpoint.finish, unfinished, directory, saved[0][0], parts, extra)
+            parts, extra = [part for _, part, _ in saved], {"digest": digest(prints)}
+            await asyncio.to_thread(checkpoint.finish, directory, saved[0][0], parts, extra)
 
     async def _begin_anew(self, longest: int) -> None:
         """All ranks as new processes with smaller micro-batches, and the state they had before this training step."""
@@ -223,40 +231,41 @@ class RankedTrainer:
 
     async def _pass(self, method: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
         """What ranks do together: one that fails leaves the others waiting for it."""
-        calls = [(rank, method, share) for rank, share in zip(self._ranks, shares, strict=False)]
-        return await self._ask(calls, joint=True)
+        return await self._ask(method, shares, joint=True)
 
     async def _each(self, method: str, *args: Any) -> list[Any]:
         """What each rank does by itself."""
-        return await self._ask([(rank, method, args) for rank in self._ranks])
+        return await self._ask(method, [args] * len(self._names), joint=False)
 
-    async def _ask(self, calls: Sequence[tuple[Rank, str, tuple[Any, ...]]], joint: bool = False) -> list[Any]:
+    async def _ask(self, method: str, arguments: Sequence[tuple[Any, ...]], joint: bool) -> list[Any]:
+        """The answers of all ranks, or of the first few if there are arguments for those only."""
         if self._cause is not None:
             raise type(self._cause)(str(self._cause))
-        tasks = [asyncio.ensure_future(getattr(rank, method)(*args)) for rank, method, args in calls]
+        calls = zip(self._ranks, arguments, strict=False)
+        tasks = [asyncio.ensure_future(getattr(rank, method)(*given)) for rank, given in calls]
         try:
             until = asyncio.FIRST_EXCEPTION if joint else asyncio.ALL_COMPLETED
             done, waiting = await asyncio.wait(tasks, return_when=until)
-            if waiting and not any(isinstance(task.exception(), WorkerDied) for task in done):
-                _, waiting = await asyncio.wait(waiting, timeout=_SETTLE_S)
+            waiting = await _settled(done, waiting)
         finally:
             for task in tasks:
                 task.cancel()
         errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
         if errors:
-            raise await self._judge(calls[0][1], errors, in_order=not waiting)
+            raise await self._judge(errors, joint, in_order=not waiting)
         return [task.result() for task in tasks]
 
-    async def _judge(self, method: str, errors: list[BaseException], in_order: bool) -> BaseException:
+    async def _judge(self, errors: list[BaseException], joint: bool, in_order: bool) -> BaseException:
         """The error that caused the others. Ranks that can no longer work together are ended."""
         gravest = min(errors, key=_gravity)
-        if isinstance(gravest, OutOfMemory) or (in_order and _gravity(gravest) == _gravity(HeadwayError())):
+        out_of_step = isinstance(gravest, WorkerDied | DeadlineExceeded) or (joint and _gravity(gravest) == _BUG)
+        if isinstance(gravest, OutOfMemory) or (in_order and not out_of_step):
             return gravest
         if isinstance(gravest, DeadlineExceeded):
-            gravest = await self._name_the_silent(method, gravest)
+            gravest = await self._name_the_silent(gravest)
         return await self._fail(gravest)
 
-    async def _name_the_silent(self, method: str, late: DeadlineExceeded) -> DeadlineExceeded:
+    async def _name_the_silent(self, late: DeadlineExceeded) -> DeadlineExceeded:
         """When one rank is silent all calls are late, but the others still give a sign of life."""
         signs = [with_deadline(rank, _SIGN_OF_LIFE_S).alive() for rank in self._ranks]
         answers = await asyncio.gather(*signs, return_exceptions=True)
@@ -282,9 +291,34 @@ class RankedTrainer:
 AnyTrainer = Trainer | RankedTrainer
 
 
+@asynccontextmanager
+async def _discarded_if_unfinished(directory: Path) -> AsyncIterator[None]:
+    """A disk that is full gets back what the part of a slot or a model took of it."""
+    try:
+        yield
+    except SaveFailed:
+        await asyncio.to_thread(checkpoint.discard, directory)
+        raise
+
+
+_CAUSES = (WorkerDied, OutOfMemory, DeadlineExceeded)
+_BUG = len(_CAUSES) + 1
+
+
 def _gravity(error: BaseException) -> int:
     """Smallest for what explains the rest: whoever lost its peer says only that a connection broke."""
-    for place, kind in enumerate((WorkerDied, OutOfMemory, DeadlineExceeded)):
+    for place, kind in enumerate(_CAUSES):
         if isinstance(error, kind):
             return place
-    return 3 if isinstance(error, HeadwayError) and not isinstance(error, RemoteError) else 4
+    return _BUG if isinstance(error, RemoteError) else len(_CAUSES)
+
+
+async def _settled(done: set[Answer], waiting: set[Answer]) -> set[Answer]:
+    """Once a rank has failed, those that have not answered within a little while, or when a death explains it all."""
+    deadline = time.monotonic() + _SETTLE_S
+    while waiting and not any(isinstance(task.exception(), WorkerDied) for task in done):
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            break
+        done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+    return waiting

@@ -335,11 +335,10 @@ class Trainer:
     def save_state(self, directory: Path) -> None:
         checkpoint.save(directory, self.version, self._state_to_save()[0], {"digest": self.digest()})
 
-    def save_part(self, unfinished: Path) -> checkpoint.Part:
+    def save_part(self, directory: Path) -> checkpoint.Part:
         """Write this rank's part of a checkpoint, and describe it."""
         file = f"state-{self.ranks.rank}-of-{self.ranks.num}.safetensors"
-        with checkpoint.saving(unfinished.with_suffix("")):
-            return checkpoint.write_part(unfinished, file, *self._state_to_save())
+        return checkpoint.write_part(directory, file, *self._state_to_save())
 
     def _state_to_save(self) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
         """This rank's tensors, and of those of which others have rows too: the first row, and how many there are.

@@ -216,14 +216,6 @@ def joined(parts: Sequence[WeightUpdate]) -> WeightUpdate:
     return WeightUpdate(parts[0].version, parts[0].kind, "parts", "", (), tuple(parts), base=parts[0].base)
 
 
-def open_pieces(update: WeightUpdate) -> list[tuple[TensorInfo, Tensor]]:
-    """All tensors of an update and its parts, or pieces of them, each with what is known of it."""
-    if update.parts:
-        return [piece for part in update.parts for piece in open_pieces(part)]
-    opened = open_update(update)
-    return [(info, opened[info.name]) for info in update.tensors]
-
-
 def open_update(update: WeightUpdate) -> dict[str, Tensor]:
     """The update's tensors: views of where they were published, if this process can map it, else a copy of its own."""
     for place in update.places:

@@ -1,6 +1,7 @@
 """Trainer ranks whose inside can be looked at, in a module of their own so that their processes can import them."""
 
 import os
+import resource
 import signal
 from typing import Any
 
@@ -55,6 +56,11 @@ class ProbeRank(Rank):
 
     async def pid(self) -> int:
         return os.getpid()
+
+    async def limit_files(self, num_bytes: int | None) -> None:
+        """Let no file grow beyond so many bytes, which fails a write as a full disk does."""
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard if num_bytes is None else num_bytes, hard))
 
     async def stop_in_the_next_pass(self, number: signal.Signals | int) -> None:
         """Send this process a signal in the middle of its next forward pass."""

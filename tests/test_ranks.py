@@ -33,11 +33,11 @@ from transformers import AutoModelForCausalLM
 from headway import checkpoint
 from headway.collective import LOOPBACK, Meeting, Place, join
 from headway.config import AlgorithmSection
-from headway.errors import ConfigError, DeadlineExceeded, HeadwayError, InvariantBroken, WeightMismatch
+from headway.errors import ConfigError, DeadlineExceeded, HeadwayError, InvariantBroken, SaveFailed, WeightMismatch
 from headway.microbatch import deal, shares_of
 from headway.models import load_model, named_weights
 from headway.types import Batch, Group, Trajectory, WeightUpdate
-from headway.weights import ShadowWeights, digest, fingerprints, open_pieces
+from headway.weights import ShadowWeights, digest, fingerprints, open_update
 
 FP32_ROUNDING = 2e-6
 SEQUENCES = tuple(np.random.default_rng(4).integers(3, 52, length).astype(np.int32) for length in (3, 40, 1, 17, 2))
@@ -268,7 +268,7 @@ def test_no_rank_publishes_more_than_its_rows(stage: Stage) -> None:
 
 def test_the_digest_of_an_update_is_that_of_its_pieces_wherever_they_are_found(stage: Stage, tmp_path: Path) -> None:
     update = published(stage)
-    pieces = {info.key: tensor for info, tensor in open_pieces(update)}
+    pieces = {info.key: open_update(part)[info.name] for part in update.parts for info in part.tensors}
     assert digest(fingerprints(pieces)) == digest(update.fingerprints)
     stage.run(stage.trainer.save(str(tmp_path / "a")))
     assert checkpoint.load(tmp_path / "a").extra["digest"] == digest(update.fingerprints)
@@ -383,12 +383,31 @@ def test_a_damaged_slot_is_named_and_changes_no_rank(
 
 
 def test_a_slot_from_which_a_part_was_left_out_is_damaged(stage: Stage, tmp_path: Path) -> None:
-    unfinished = checkpoint.begin(tmp_path / "a")
+    checkpoint.begin(tmp_path / "a")
     stage.begin()
-    parts = [part for _, part, _ in stage.each("save", str(unfinished))]
-    checkpoint.finish(unfinished, tmp_path / "a", 0, parts[:1], {})
+    parts = [part for _, part, _ in stage.each("save", str(tmp_path / "a"))]
+    checkpoint.finish(tmp_path / "a", 0, parts[:1], {})
     with pytest.raises(HeadwayError, match=r"a is damaged: weights/\S+ is not as it was saved"):
         checkpoint.load(tmp_path / "a")
+
+
+def test_a_disk_that_fails_one_rank_is_one_sentence_and_leaves_the_slot_and_the_ranks_as_they_were(
+    stage: Stage, tmp_path: Path
+) -> None:
+    ranked = stage.begin(lr=1e-2)
+    stage.run(ranked.save(str(tmp_path / "a")))
+    stage.run(ranked.train(make_batch()))
+    stage.run(stage.ranks[1].limit_files(64))
+    try:
+        for save in (ranked.save(str(tmp_path / "a")), ranked.save_model(str(tmp_path / "model"))):
+            with pytest.raises(SaveFailed, match=rf"cannot write {tmp_path}/\w+: .*; make room or repair the disk"):
+                stage.run(save)
+    finally:
+        stage.run(stage.ranks[1].limit_files(None))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and checkpoint.load(tmp_path / "a").version == 0
+    assert stage.run(ranked.train(make_batch(1))).version == 2
+    stage.run(ranked.save(str(tmp_path / "a")))
+    assert checkpoint.load(tmp_path / "a").version == 2
 
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(

@@ -27,10 +27,11 @@ from training import (
 )
 
 from headway import trainer as trainer_module
+from headway.collective import Ranks
 from headway.models import PackedAttention, linear_logprobs
 from headway.trainer import Trainer
 from headway.types import Batch
-from headway.weights import digest, fingerprints
+from headway.weights import ShadowWeights, as_part, digest, fingerprints, joined
 
 pytestmark = [
     pytest.mark.gpu,
@@ -225,3 +226,26 @@ def test_a_checkpoint_goes_on_wherever_it_is_loaded(
     batch: Batch = make_batch(1, first=10)
     one, other = (each.train_batch(batch).metrics for each in (first, second))
     assert one["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_invariant_11_pieces_of_several_ranks_are_put_together_and_proved_on_the_gpu(dtype: torch.dtype) -> None:
+    """Rows of an odd number of 16-bit numbers begin in the middle of a word; one rank has no row of the last tensor."""
+    from headway.device_weights import DevicePublisher
+
+    exact = {"matrix": torch.randn(7, 3), "vector": torch.randn(11), "pair": torch.randn(2, 5)}
+    exact = {name: tensor.to(CUDA, dtype) for name, tensor in exact.items()}
+    publishers = [DevicePublisher(CUDA) for _ in range(3)]
+    parts = []
+    for rank, publisher in enumerate(publishers):
+        rows = {name: (Ranks(rank, 3).rows(len(tensor)), len(tensor)) for name, tensor in exact.items()}
+        mine = {name: exact[name][held.start : held.stop].clone() for name, (held, _) in rows.items() if held}
+        parts.append(as_part(publisher.publish(0, mine), rows))
+    update = joined(parts)
+    live = {name: torch.nn.Parameter(torch.zeros_like(tensor)) for name, tensor in exact.items()}
+    shadow = ShadowWeights(live, in_place=True)
+    shadow.stage(update)
+    assert shadow.swap() == update.fingerprints and len(update.fingerprints) == 8
+    assert all(torch.equal(live[name], tensor) for name, tensor in exact.items())
+    for publisher in publishers:
+        publisher.close()
