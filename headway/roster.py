@@ -20,9 +20,10 @@ from headway.engine import Engine
 from headway.errors import HeadwayError, RunFailed, WorkerDied
 from headway.events import EventLog
 from headway.fleet import Fleet, Generation
+from headway.looks import Pace, far_slower, next_limit
 from headway.reward import RewardPool
 from headway.rollout import RolloutWorker
-from headway.routing import Continued, RolloutStats, Shunned, next_limit
+from headway.routing import Continued, RolloutStats, Shunned
 from headway.runtime import RemoteError
 from headway.supervise import LOST, Kept, Supervisor, within
 from headway.types import Admission, EngineStats, Group, Scores, WeightUpdate
@@ -44,9 +45,9 @@ class Member(Kept[Engine]):
     def __init__(self, name: str, engine: Engine | None, start: Callable[[], Awaitable[Engine]]) -> None:
         super().__init__(name, engine, start)
         self.confirmed = -1  # until it has proved what it runs
-        self.leaving = False
+        self.asked_for = self.leaving = self.slow = False
         self.stats: EngineStats | None = None
-        self.limit = 0
+        self.limit, self.pace = 0, Pace()
 
     @property
     def load(self) -> int:
@@ -54,7 +55,7 @@ class Member(Kept[Engine]):
 
     def end(self) -> None:
         super().end()
-        self.confirmed, self.stats, self.limit = -1, None, 0
+        self.confirmed, self.stats, self.limit, self.pace, self.slow = -1, None, 0, Pace(), False
 
 
 class Roster:
@@ -183,6 +184,8 @@ class Roster:
             member.confirmed = published.update.version
             if not member.serving.is_set():
                 self._supervisor.serves(member)
+                if member.asked_for and not member.life:
+                    self._log.append("joined", engine=member.name, version=member.confirmed)
                 await self._to_rollout(self._connect)
             self._note()
 
@@ -205,6 +208,7 @@ class Roster:
             if member.stats is not None:
                 member.limit = next_limit(member.limit, self._config.engine.max_num_seqs, member.stats, stats)
             member.stats = stats
+            member.pace.look(time.monotonic(), stats)
             if time.monotonic() - told >= every_s:
                 told = time.monotonic()
                 self._on_stats(member.name, stats)
@@ -233,6 +237,7 @@ class Roster:
             self._tasks.create_task(self._let_leave(member))
         for _ in range(count - len(staying)):
             member = self._member(self._next_name(), None)
+            member.asked_for = True
             self.engines[member.name] = member
             self._lives[member.name] = self._tasks.create_task(self._join(member))
 
@@ -265,7 +270,8 @@ class Roster:
                 self._on_stats(member.name, await member.worker.stats())
         except (TimeoutError, *LOST):
             pass  # then its requests go on from what was received
-        self._lives.pop(member.name).cancel()
+        if (life := self._lives.pop(member.name, None)) is not None:
+            life.cancel()
         await self._remove(member, "it was asked to leave")
 
     async def _remove(self, member: Member, cause: str) -> None:
@@ -386,6 +392,19 @@ class Roster:
             if found != limits or (len(self._rollout) > 1 and len(found) > 1):
                 limits = found
                 await self._to_rollout(self._inform)
+            self._tell_slow()
+
+    def _tell_slow(self) -> None:
+        """An engine that stays far behind the others is told of, once, and replaced where that is wanted."""
+        paces = {member.name: pace for member in self.serving if (pace := member.pace.tokens_per_s) is not None}
+        slow = far_slower(paces)
+        for member in self.serving:
+            if member.name in slow and not member.slow:
+                own, others = paces[member.name], slow[member.name]
+                self._log.append("slow", engine=member.name, tokens_per_s=own, others_per_s=others)
+                if self._config.supervise.replace_slow:
+                    member.lose(member.worker, HeadwayError(f"{member.name} is slow: {own:.3g} tokens/s a sequence"))
+            member.slow = member.name in slow
 
 
 def _unwrapped(serve: Callable[[Engine], Awaitable[None]]) -> Callable[[Engine], Awaitable[None]]:

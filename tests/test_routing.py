@@ -14,8 +14,8 @@ from headway.engine.fake import FakeEngine
 from headway.errors import DeadlineExceeded, WorkerDied
 from headway.reward import RewardPool
 from headway.rollout import RolloutWorker
-from headway.routing import Gate, Placement, Router, next_limit
-from headway.types import Admission, Chunk, Completion, EngineStats, Group, Prompt, Request, Sampling
+from headway.routing import Gate, Placement, Router
+from headway.types import Admission, Chunk, Completion, Group, Prompt, Request, Sampling
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -28,32 +28,6 @@ async def turns(num: int = 10) -> None:
 
 
 # How many at once
-
-
-def stats(running: int = 40, preempted: int = 0, kv_used: int = 500, waiting: int = 0) -> EngineStats:
-    return EngineStats(0, running, waiting, 0, 0, 0, preempted, 0.0, kv_used, 1000)
-
-
-def test_without_pressure_there_is_no_limit() -> None:
-    assert next_limit(0, 64, stats(), stats(running=64, kv_used=960)) == 0
-
-
-@pytest.mark.parametrize("pressed", [stats(preempted=1), stats(kv_used=971)])
-def test_under_pressure_a_tenth_fewer_may_run(pressed: EngineStats) -> None:
-    assert next_limit(0, 64, stats(), pressed) == 36
-    assert next_limit(50, 64, stats(), pressed) == 36
-    assert next_limit(20, 64, stats(), pressed) == 20, "never more than before"
-    assert next_limit(0, 64, stats(), replace(pressed, running=1)) == 1
-    assert next_limit(0, 64, stats(), replace(pressed, running=0)) == 1
-
-
-def test_when_the_pressure_is_gone_the_limit_rises_until_it_is_none() -> None:
-    limit, seen = 36, []
-    while limit:
-        limit = next_limit(limit, 64, stats(preempted=5), stats(preempted=5))
-        seen.append(limit)
-    assert seen == [40, 44, 48, 52, 56, 60, 0]
-    assert next_limit(1, 4, stats(), stats()) == 2, "by one at least"
 
 
 def test_a_gate_lets_in_so_many_in_their_order_and_the_urgent_at_once() -> None:
