@@ -77,7 +77,8 @@ class Roster:
         self._send, self._on_stats, self._changed = send, on_stats, changed
         self.engines = {name: self._member(name, engine) for name, engine in generation.engines.items()}
         self._rollout = {name: self._worker(name, worker) for name, worker in generation.rollout.items()}
-        self._rewards, self._pool = Kept("reward", generation.rewards, fleet.start_rewards), generation.rewards
+        self._rewards = Kept("reward", generation.rewards, fleet.start_rewards)
+        self._pool = generation.rewards, 0  # the last one, and which life of it; it may be dead
         self._groups: dict[str, list[int]] = {name: [] for name in self._rollout}
         self._lives: dict[str, asyncio.Task[object]] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -344,7 +345,7 @@ class Roster:
             member.lose(member.worker, HeadwayError(shunned.reason))
 
     async def _serve_rewards(self, pool: RewardPool) -> None:
-        self._pool = pool
+        self._pool = pool, self._rewards.life
         await self._to_rollout(self._connect)
         self._supervisor.serves(self._rewards)
 
@@ -372,9 +373,10 @@ class Roster:
     async def _connect(self, worker: RolloutWorker) -> None:
         members = [member for member in self.engines.values() if member.serving.is_set()]
         engines = {member.name: member.worker for member in members if member.worker is not None}
-        lives = {member.name: member.life for member in members}
+        pool, pool_life = self._pool
+        lives = {"reward": pool_life} | {member.name: member.life for member in members}
         leaving = tuple(member.name for member in members if member.leaving)
-        await worker.connect(engines, lives, leaving, self._pool)
+        await worker.connect(engines, lives, leaving, pool)
 
     async def _inform(self, worker: RolloutWorker) -> None:
         newest = self.published.update.version if self.published else 0

@@ -157,7 +157,8 @@ async def make_worker(model: str, deadline_s: float = 5.0) -> RolloutWorker:
 
 async def connect(worker: RolloutWorker, leaving: tuple[str, ...] = (), **engines: FakeEngine) -> None:
     named = cast(dict[str, Engine], {name.replace("_", "-"): engine for name, engine in engines.items()})
-    await worker.connect(named, dict.fromkeys(named, 0), leaving, cast(RewardPool, StandInRewards()))
+    lives = dict.fromkeys([*named, "reward"], 0)
+    await worker.connect(named, lives, leaving, cast(RewardPool, StandInRewards()))
 
 
 def admission(group: int, size: int = 2) -> Admission:
@@ -273,14 +274,21 @@ class DyingPool(StandInRewards):
         raise WorkerDied("worker reward ended (signal 9)")
 
 
+async def with_pool(worker: RolloutWorker, pool: StandInRewards, life: int) -> None:
+    engines = {"engine-0": cast(Engine, FakeEngine())}
+    await worker.connect(engines, {"engine-0": 0, "reward": life}, (), cast(RewardPool, pool))
+
+
 def test_a_text_that_outlives_its_pool_is_judged_by_the_next(tiny_model: str) -> None:
     async def scenario() -> None:
-        worker, engine = await make_worker(tiny_model), FakeEngine()
-        engines, lives = {"engine-0": cast(Engine, engine)}, {"engine-0": 0}
-        await worker.connect(engines, lives, (), cast(RewardPool, DyingPool()))
+        worker = await make_worker(tiny_model)
+        await with_pool(worker, DyingPool(), 0)
         running = asyncio.create_task(worker.run(admission(0)))
-        await turns(50)
-        await worker.connect(engines, lives, (), cast(RewardPool, StandInRewards()))
+        for _ in range(5):
+            await turns(50)
+            await with_pool(worker, DyingPool(), 0)
+        assert not running.done(), "told of the dead one again, it goes on waiting"
+        await with_pool(worker, StandInRewards(), 1)
         assert (await running).complete
 
     run(scenario())
@@ -288,13 +296,13 @@ def test_a_text_that_outlives_its_pool_is_judged_by_the_next(tiny_model: str) ->
 
 def test_a_text_that_ends_every_pool_costs_its_trajectory_alone(tiny_model: str) -> None:
     async def scenario() -> None:
-        worker, engine = await make_worker(tiny_model), FakeEngine()
-        engines, lives = {"engine-0": cast(Engine, engine)}, {"engine-0": 0}
-        await worker.connect(engines, lives, (), cast(RewardPool, DyingPool()))
-        running = asyncio.create_task(worker.run(admission(0)))
+        worker = await make_worker(tiny_model)
+        await with_pool(worker, DyingPool(), 0)
+        running, life = asyncio.create_task(worker.run(admission(0))), 0
         while not running.done():
-            await worker.connect(engines, lives, (), cast(RewardPool, DyingPool()))
             await turns(50)
+            life += 1
+            await with_pool(worker, DyingPool(), life)
         group = await running
         assert [f.reason for f in group.failures] == ["verifier: 3 reward pools ended while they judged one text"] * 2
 
@@ -304,8 +312,7 @@ def test_a_text_that_ends_every_pool_costs_its_trajectory_alone(tiny_model: str)
 def test_invariant_15_a_pool_that_does_not_come_back_is_named(tiny_model: str) -> None:
     async def scenario() -> None:
         worker = await make_worker(tiny_model, deadline_s=0.05)
-        engines, lives = {"engine-0": cast(Engine, FakeEngine())}, {"engine-0": 0}
-        await worker.connect(engines, lives, (), cast(RewardPool, DyingPool()))
+        await with_pool(worker, DyingPool(), 0)
         with pytest.raises(DeadlineExceeded, match=r"no reward pool was there for 0.05 s"):
             await worker.run(admission(0))
 
