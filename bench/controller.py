@@ -1,10 +1,13 @@
-"""The controller's own time per group, with everything around it real but the engine, the verifier and the trainer.
+"""The controller's own time per group, with everything around it real but the engines, the verifier and the trainer.
 
 The controller, its log with the writing thread, the buffer, the staleness control, the ledger, the metrics and the
 view are those of a run; rollout workers are real too. The fake engine and the stand-ins below answer in processes of
 their own, so the CPU time of the measured process is the controller's and nobody else's: decoding every group,
-recording it, deciding on it and encoding it for the trainer. The engine holds its answers until the whole number of
+recording it, deciding on it and encoding it for the trainer. Engines hold their answers until the whole number of
 groups is in flight; after that the loop is closed, each training step admitting as many groups as it took.
+
+Two series: groups in flight, at one engine that answers at once; and engines, each of which takes the time of a real
+one. Many of those live in one process, and each is still asked, looked at and given weights for itself.
 """
 
 import argparse
@@ -17,29 +20,125 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from common import RESULTS_DIR, Arm, Message, Record, serve_arm, versions
 
-from headway.types import Batch, Ints, Prompt, Sampling, Scores, StepReport, TensorInfo, Verdict, WeightUpdate
+from headway.codec import portable
+from headway.rollout import RolloutWorker
+from headway.types import (
+    Batch,
+    Chunk,
+    Completion,
+    EngineStats,
+    Ints,
+    Prompt,
+    Request,
+    RequestKey,
+    Sampling,
+    Scores,
+    StepReport,
+    SwapReport,
+    TensorInfo,
+    Verdict,
+    WeightUpdate,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from headway.config import Config
-    from headway.controller import Workers
-    from headway.engine import Engine
+    from headway.engine import KvPolicy
     from headway.events import Event
+    from headway.fleet import Workers
     from headway.runtime import Runtime
 
 ALPHABET = "0123456789+-=() \n"
 NUM_PROMPTS, PROMPT_TOKENS, MEAN_TOKENS = 1000, 16, 32.0
 ETA, MIN_GROUPS, TARGET_US = 4, 2000, 1000.0
+SECONDS_PER_TOKEN, GROUPS_PER_ENGINE, MIN_CONCURRENT = 0.05, 5, 1000
 LOAD_DEADLINE_S, RUN_DEADLINE_S = 300.0, 900.0
 CALLS = {"admitted": 1, "trained": 3, "swapped": 3, "stats": 1, "checkpointed": 1}
 """What an event stands for in calls to workers; each is one message there and one back."""
+
+
+class Hall:
+    """Many fake engines in one process, each asked under its number."""
+
+    def __init__(self, num_engines: int, seconds_per_token: float) -> None:
+        from headway.engine.fake import FakeEngine
+
+        self._engines = [FakeEngine(MEAN_TOKENS, seconds_per_token, len(ALPHABET)) for _ in range(num_engines)]
+
+    async def open(self) -> None:
+        for engine in self._engines:
+            await engine.pause()
+
+    async def go(self) -> None:
+        for engine in self._engines:
+            await engine.resume()
+
+    async def generate(self, number: int, request: Request) -> AsyncIterator[Chunk | Completion]:
+        async for item in self._engines[number].generate(request):
+            yield item
+
+    async def ask(self, number: int, method: str, arguments: list[Any]) -> Any:
+        return await getattr(self._engines[number], method)(*arguments)
+
+
+@portable
+class Guest:
+    """One engine of the hall, as everybody else sees it."""
+
+    def __init__(self, hall: Any, number: int) -> None:
+        self._hall, self._number = hall, number
+
+    def to_plain(self) -> list[Any]:
+        return [self._hall, self._number]
+
+    @classmethod
+    def from_plain(cls, plain: list[Any]) -> "Guest":
+        return cls(*plain)
+
+    def generate(self, request: Request) -> AsyncIterator[Chunk | Completion]:
+        items: AsyncIterator[Chunk | Completion] = self._hall.generate(self._number, request)
+        return items
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        return await self._hall.ask(self._number, method, list(arguments))
+
+    async def abort(self, key: RequestKey) -> None:
+        await self._ask("abort", key)
+
+    async def score(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
+        scores: Scores = await self._ask("score", sequences, temperature)
+        return scores
+
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        await self._ask("stage_weights", update)
+
+    async def swap(self, version: int, kv: "KvPolicy") -> SwapReport:
+        report: SwapReport = await self._ask("swap", version, kv)
+        return report
+
+    async def pause(self) -> None:
+        await self._ask("pause")
+
+    async def resume(self) -> None:
+        await self._ask("resume")
+
+    async def stats(self) -> EngineStats:
+        stats: EngineStats = await self._ask("stats")
+        return stats
+
+    async def close(self) -> None: ...
+
+
+class Rollout(RolloutWorker):
+    """A rollout worker whose process knows guests when they arrive."""
 
 
 class StandInVerifier:
@@ -47,6 +146,9 @@ class StandInVerifier:
 
     async def verify(self, task: dict[str, Any], text: str) -> Verdict:
         return Verdict(1.0, "", 0.0)
+
+    async def stats(self) -> dict[str, int]:
+        return {}
 
 
 class StandInTrainer:
@@ -88,10 +190,10 @@ class Flight:
             if in_flight == self._num_concurrent:
                 self._full.set()
 
-    async def release(self, engine: "Engine") -> None:
-        """Have a paused engine answer as soon as all groups are in flight."""
+    async def release(self, hall: Hall) -> None:
+        """Have paused engines answer as soon as all groups are in flight."""
         await asyncio.wait_for(self._full.wait(), RUN_DEADLINE_S)
-        await engine.resume()
+        await hall.go()
 
     @property
     def num_messages(self) -> int:
@@ -123,20 +225,21 @@ def make_prompts() -> list[Prompt]:
     return [Prompt(index, tokens, "a problem", {"answer": index}) for index, tokens in enumerate(rows)]
 
 
-async def start_workers(runtime: "Runtime", config: "Config") -> "Workers":
-    from headway.controller import Workers
-    from headway.engine.fake import FakeEngine
+async def start_workers(runtime: "Runtime", config: "Config", spec: Message) -> "tuple[Workers, Hall]":
+    from headway.engine import Engine
+    from headway.fleet import Generation, Workers
     from headway.reward import RewardPool
-    from headway.rollout import RolloutWorker
     from headway.trainer import Trainer
 
-    engine: Engine = await runtime.start("engine", FakeEngine, MEAN_TOKENS, 0.0, len(ALPHABET))
+    hall = await runtime.start("hall", Hall, spec["engines"], spec["seconds_per_token"])
+    engines: dict[str, Engine] = {f"engine-{number}": Guest(hall, number) for number in range(spec["engines"])}
     rewards = cast(RewardPool, await runtime.start("reward", StandInVerifier))
     trainer = cast(Trainer, await runtime.start("trainer", StandInTrainer))
-    arguments = ({"engine": engine}, rewards, config.model.path, config.rollout.workflow, config.run.seed)
+    arguments = (config.model.path, config.rollout.workflow, config.run.seed, len(ALPHABET), RUN_DEADLINE_S)
     names = [f"rollout-{number}" for number in range(config.rollout.workers)]
-    rollout = await asyncio.gather(*(runtime.start(name, RolloutWorker, *arguments) for name in names))
-    return Workers({"engine": engine}, trainer, rollout, runtime.failure)
+    rollout = await asyncio.gather(*(runtime.start(name, Rollout, *arguments) for name in names))
+    generation = Generation(engines, cast(dict[str, RolloutWorker], dict(zip(names, rollout, strict=True))), rewards)
+    return Workers(generation, trainer), hall
 
 
 async def measure(spec: Message, directory: Path) -> Message:
@@ -165,11 +268,10 @@ async def measure(spec: Message, directory: Path) -> Message:
     for listener in (ledger.on_event, view.on_event, metrics.on_event, flight.on_event):
         log.subscribe(listener)
     async with fleet.open_runtime(config, directory) as runtime:
-        workers = await start_workers(runtime, config)
-        engine = workers.engines["engine"]
-        controller = Controller(config, workers, tasks, progress, log, directory, view)
-        await engine.pause()
-        release = asyncio.create_task(flight.release(engine))
+        workers, hall = await start_workers(runtime, config, spec)
+        keeper = fleet.Fleet(runtime, config, None)
+        controller = Controller(config, keeper, workers, tasks, progress, log, directory, view)
+        release = asyncio.create_task(flight.release(hall))
         meter = Meter()
         await controller.run()
         await log.flush()
@@ -179,6 +281,8 @@ async def measure(spec: Message, directory: Path) -> Message:
     for closing in (metrics, log, view):
         closing.close()
     ledger.check()
+    if flight.num_events["worker_lost"]:
+        raise AssertionError("a worker was lost")
     if flight.most_in_flight < spec["concurrent"] or staleness.num_trained != num_groups:
         raise AssertionError(f"{flight.most_in_flight} groups were in flight, {staleness.num_trained} were trained")
     return figures
@@ -221,21 +325,39 @@ def run_all(options: argparse.Namespace, console: "Console") -> tuple[Message, l
     """Every repetition in a fresh process, numbers of groups taking turns."""
     ready, found = {}, []
     for repetition in range(1, options.repetitions + 1):
-        for concurrent in options.concurrent:
-            spec = {"concurrent": concurrent, "group_size": options.group_size, "workers": options.workers}
-            log = options.out.parent / f"{options.out.stem}-{concurrent}.log"
-            arm = Arm(f"{concurrent} groups", [sys.executable, __file__, "--arm"], {"OMP_NUM_THREADS": "1"}, log)
+        for spec in [*groups_series(options), *engines_series(options)]:
+            name = f"{spec['concurrent']} groups, {spec['engines']} engines"
+            log = options.out.parent / f"{options.out.stem}-{spec['concurrent']}-{spec['engines']}.log"
+            arm = Arm(name, [sys.executable, __file__, "--arm"], {"OMP_NUM_THREADS": "1"}, log)
             with contextlib.closing(arm), console.status(f"repetition {repetition}: {arm.name}"):
                 ready = arm.answer(LOAD_DEADLINE_S)
                 answer = arm.ask(spec, RUN_DEADLINE_S)
-            found.append({"concurrent": concurrent, "repetition": repetition, **answer})
+            found.append({**spec, "repetition": repetition, **answer})
             cost = f"{answer['cpu_us_per_group']:.0f} µs a group, {answer['wall_s']:.1f} s"
-            console.print(f"repetition {repetition}: {arm.name} in flight: {cost}", highlight=False)
+            console.print(f"repetition {repetition}: {arm.name}: {cost}", highlight=False)
     return ready, found
 
 
-def summarise(found: list[Message], concurrent: int) -> Message:
-    rows = [row for row in found if row["concurrent"] == concurrent]
+def groups_series(options: argparse.Namespace) -> list[Message]:
+    shared = {"group_size": options.group_size, "workers": options.workers, "series": "groups"}
+    return [{**shared, "concurrent": num, "engines": 1, "seconds_per_token": 0.0} for num in options.concurrent]
+
+
+def engines_series(options: argparse.Namespace) -> list[Message]:
+    """As many groups for each engine as keep it busy, and enough of them to tell the engines' cost from the rest."""
+    shared = {"group_size": options.group_size, "workers": options.workers, "series": "engines"}
+    return [
+        {
+            **shared,
+            "concurrent": max(MIN_CONCURRENT, GROUPS_PER_ENGINE * num),
+            "engines": num,
+            "seconds_per_token": options.seconds_per_token,
+        }
+        for num in options.engines
+    ]
+
+
+def summarise(rows: list[Message]) -> Message:
     costs = [row["cpu_us_per_group"] for row in rows]
     names = ("wall_s", "cpu_s", "groups_per_s", "messages_per_s", "mib")
     return {
@@ -245,25 +367,28 @@ def summarise(found: list[Message], concurrent: int) -> Message:
     }
 
 
-def show(figures: Message, options: argparse.Namespace, console: "Console") -> None:
+def show(figures: Message, what: str, options: argparse.Namespace, console: "Console") -> None:
     from rich.table import Table
 
     table = Table(title=f"The controller's CPU time: groups of {options.group_size}, {options.repetitions} repetitions")
-    for heading in ("in flight", "µs/group", "(spread)", "wall s", "CPU s", "groups/s", "msgs/s", "MiB"):
+    for heading in (what, "µs/group", "(spread)", "wall s", "CPU s", "groups/s", "msgs/s", "MiB"):
         table.add_column(heading, justify="right")
-    for concurrent, row in figures.items():
+    for number, row in figures.items():
         cost, medians = row["cpu_us_per_group"], row["medians"]
         spread = f"{cost['best']:.0f}–{cost['worst']:.0f}"
         rest = [f"{value:.1f}" if value < 100 else f"{value:.0f}" for value in medians.values()]
-        table.add_row(f"{int(concurrent):,}", f"{cost['median']:.0f}", spread, *rest)
+        table.add_row(f"{int(number):,}", f"{cost['median']:.0f}", spread, *rest)
     console.print(table)
-    met = all(row["met"] for row in figures.values())
-    console.print(f"under {TARGET_US:.0f} µs a group in every repetition: {'met' if met else 'not met'}")
+    if figures:
+        met = all(row["met"] for row in figures.values())
+        console.print(f"under {TARGET_US:.0f} µs a group in every repetition: {'met' if met else 'not met'}")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="headway bench controller", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--concurrent", type=int, nargs="+", default=[100, 1000, 10_000], help="groups in flight")
+    parser.add_argument("--concurrent", type=int, nargs="*", default=[100, 1000, 10_000], help="groups in flight")
+    parser.add_argument("--engines", type=int, nargs="*", default=[1, 10, 100, 1000], help="simulated engines")
+    parser.add_argument("--seconds-per-token", type=float, default=SECONDS_PER_TOKEN, help="of a simulated engine")
     parser.add_argument("--group-size", type=int, default=4, help="trajectories of a group")
     parser.add_argument("--workers", type=int, default=2, help="rollout processes")
     parser.add_argument("--repetitions", type=int, default=3, help="how often each number of groups is run")
@@ -271,9 +396,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if any(num % (ETA + 1) for num in options.concurrent):
         parser.error(f"--concurrent must be multiples of {ETA + 1}, the batches in flight at η = {ETA}")
-    if min(*options.concurrent, options.group_size, options.workers, options.repetitions) < 1:
+    if min(*options.concurrent, *options.engines, options.group_size, options.workers, options.repetitions) < 1:
         parser.error("every count must be 1 or more")
     return options
+
+
+def figures_of(found: list[Message], series: str, key: str) -> Message:
+    """The series' summaries by the number that makes its members differ."""
+    rows = [row for row in found if row["series"] == series]
+    return {str(number): summarise([row for row in rows if row[key] == number]) for number in {r[key]: 0 for r in rows}}
 
 
 def main(arguments: list[str]) -> None:
@@ -281,11 +412,15 @@ def main(arguments: list[str]) -> None:
 
     console, options, record = Console(), parse(arguments), Record("controller", arguments)
     ready, found = run_all(options, console)
-    figures = {str(concurrent): summarise(found, concurrent) for concurrent in options.concurrent}
+    figures = figures_of(found, "groups", "concurrent")
+    by_engines = figures_of(found, "engines", "engines")
     settings = {"eta": ETA, "group_size": options.group_size, "rollout_workers": options.workers}
     settings |= {"prompt_tokens": PROMPT_TOKENS, "mean_completion_tokens": MEAN_TOKENS}
-    record.write(options.out, settings=settings, **ready, target_us=TARGET_US, figures=figures, repetitions=found)
-    show(figures, options, console)
+    settings |= {"seconds_per_token": options.seconds_per_token}
+    results = {"target_us": TARGET_US, "figures": figures, "by_engines": by_engines, "repetitions": found}
+    record.write(options.out, settings=settings, **ready, **results)
+    show(figures, "in flight", options, console)
+    show(by_engines, "engines", options, console)
     console.print(f"written to {options.out}", highlight=False)
 
 

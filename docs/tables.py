@@ -57,6 +57,10 @@ def controller(record: Record) -> str:
     for concurrent, entry in record["figures"].items():
         cost = entry["cpu_us_per_group"]
         rows.append([f"{int(concurrent):,} in flight", *(f"{cost[kind]:.0f}" for kind in ("best", "median", "worst"))])
+    for number, entry in record.get("by_engines", {}).items():
+        cost = entry["cpu_us_per_group"]
+        costs = [f"{cost[kind]:.0f}" for kind in ("best", "median", "worst")]
+        rows.append([f"{int(number):,} engine{'s' * (number != '1')} that take their time", *costs])
     headings = ["groups", "µs of the controller a group, best", "median", "worst"]
     return table(headings, rows) + f"\n\n{source(record)}"
 

@@ -1,4 +1,4 @@
-"""headway train | sft | eval | rollout | replay | report | bench: the command line.
+"""headway train | sft | eval | rollout | engines | replay | report | bench: the command line.
 
 Errors written for people are printed as their one sentence; anything else is a bug and keeps its trace.
 """
@@ -185,6 +185,18 @@ def report(run: RunPath) -> None:
 
     _print(table(write_report(run)))
     _print(f"curves and timeline: {run / 'report.png'}")
+
+
+@app.command()
+def engines(
+    run: RunPath, count: Annotated[int, typer.Option(min=1, max=256, help="how many engines it is to have")]
+) -> None:
+    """Have a run that goes on use more or fewer engines."""
+    from headway.record import EVENTS_NAME
+    from headway.wanted import ask
+
+    ask(run, EVENTS_NAME, count)
+    _print(f"asked for {count} engine{'s' * (count > 1)}; the run tells when they have joined or left")
 
 
 @app.command()

@@ -58,9 +58,11 @@ from headway.types import (
     WeightUpdate,
 )
 from headway.view import View
+from headway.wanted import take
 from headway.weights import digest
 
 R = TypeVar("R")
+_WISHES_EVERY_S = 0.5
 
 
 @dataclass
@@ -132,6 +134,7 @@ class Controller:
                 if not self._progress.evaluated_before:
                     await self._evaluate_alone("before")
                 background.append(self._tasks.create_task(self._admit()))
+                background.append(self._tasks.create_task(self._resize()))
                 await self._train()
                 await self._finish()
                 self.roster.let_go()
@@ -380,6 +383,13 @@ class Controller:
             recomputed=report.num_recomputed,
             parity_max_abs=parity(scores, reference),
         )
+
+    async def _resize(self) -> None:
+        """Consumes what a person asks for; produces engines that join or leave."""
+        while True:
+            await asyncio.sleep(_WISHES_EVERY_S)
+            if (count := take(self.directory)) is not None:
+                await self.roster.resize(count)
 
     # Looking
 

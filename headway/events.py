@@ -233,6 +233,21 @@ class EventLog:
         return next_seq
 
 
+def is_being_written(path: Path) -> bool:
+    """Whether some process, a run that goes on, holds the log at `path`."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def write_all(fd: int, data: bytes) -> None:
     """`os.write` may stop half-way; the next attempt then says why."""
     view = memoryview(data)

@@ -110,7 +110,8 @@ async def start_generation(runtime: Runtime, config: Config) -> Generation:
     )
     engines: dict[str, Engine] = dict(zip(placement, started, strict=False))
     rollout: dict[str, RolloutWorker] = dict(zip(names, started[len(engines) :], strict=True))
-    await together(*(worker.connect(engines, dict.fromkeys(engines, 0), (), rewards) for worker in rollout.values()))
+    lives = dict.fromkeys([*engines, "reward"], 0)
+    await together(*(worker.connect(engines, lives, (), rewards) for worker in rollout.values()))
     return Generation(engines, rollout, rewards)
 
 

@@ -24,6 +24,7 @@ from headway.ledger import ledger
 from headway.metrics import rebuild
 from headway.picture import draw
 from headway.record import EVENTS_NAME
+from headway.split import Split, estimate
 from headway.types import DropReason
 from headway.view import clean, duration
 
@@ -83,6 +84,7 @@ class Summary:
     engine_busy_share: float | None
     trainer_wait_s: float
     admission_wait_s: float
+    split: Split | None
     lengths: Lengths
     ledger: dict[str, Any]
     extra: dict[str, Any] = field(default_factory=dict)
@@ -105,6 +107,8 @@ def summarise(events: Sequence[Event], extra: dict[str, Any] | None = None) -> S
     dropped = Counter(_dropped(history).values())
     fates = ledger(events)
     pauses = _present(history["swapped"], "pause_ms")
+    engine_busy_share = _engine_busy_share(history)
+    trainer_wait_s = sum(_present(trained, "wait_s"))
     tenth = math.ceil(len(trained) / 10)
     rewards = _present(trained, "reward")
     return Summary(
@@ -141,9 +145,10 @@ def summarise(events: Sequence[Event], extra: dict[str, Any] | None = None) -> S
         continued_requests=sum(event["requests"] for event in history["continued"]),
         continued_tokens=sum(event["tokens"] for event in history["continued"]),
         trainer_busy_share=sum(_present(trained, "seconds")) / wall_s if wall_s else None,
-        engine_busy_share=_engine_busy_share(history),
-        trainer_wait_s=sum(_present(trained, "wait_s")),
+        engine_busy_share=engine_busy_share,
+        trainer_wait_s=trainer_wait_s,
         admission_wait_s=sum(_last_wait(engines.values()) for engines in history.last_stats()),
+        split=_split(history, trainer_wait_s / wall_s if wall_s else None, engine_busy_share),
         lengths=_lengths(history),
         ledger=fates.to_dict(),
         extra=extra or {},
@@ -180,6 +185,14 @@ def _engine_busy_share(history: History) -> float | None:
     looks = [look for look in history.looks if any(begin <= look.start and look.end <= end for begin, end in spans)]
     seconds = sum(look.seconds for look in looks)
     return sum(look.busy_s for look in looks) / seconds if seconds else None
+
+
+def _split(history: History, trainer_waited: float | None, engine_busy: float | None) -> Split | None:
+    """Over the engines that the run's last life ended with."""
+    num_engines = len(history.last_stats()[-1]) if history.lives else 0
+    if not num_engines or trainer_waited is None or engine_busy is None:
+        return None
+    return estimate(num_engines, trainer_waited, engine_busy)
 
 
 def _lengths(history: History) -> Lengths:
@@ -264,6 +277,7 @@ def table(summary: Summary) -> Table:
         "busy": f"engine {_share(summary.engine_busy_share)}, trainer {_share(summary.trainer_busy_share)}",
         "waited": f"trainer for groups {summary.trainer_wait_s:,.1f} s, "
         f"generation for admission {summary.admission_wait_s:,.1f} s",
+        "split": str(summary.split) if summary.split else "–",
         "mean completion length": f"sampled {_figure(lengths.sampled_mean)}, trained {_figure(lengths.trained_mean)}, "
         f"untrained {_figure(lengths.untrained_mean)}",
         "groups dropped": ", ".join(f"{num:,} {reason}" for reason, num in summary.dropped.items()) or "none",

@@ -51,6 +51,7 @@ class RolloutWorker:
         """`connect` has to come before the first group; `deadline_s` is the longest wait for an engine or a pool."""
         self._router = Router(deadline_s)
         self._rewards: RewardPool | None = None
+        self._rewards_life = -1
         self._reconnected = asyncio.Event()
         self._tokenizer = load_tokenizer(tokenizer_path)
         self._workflow: Workflow = _make_workflow(workflow)
@@ -63,9 +64,9 @@ class RolloutWorker:
     async def connect(
         self, engines: dict[str, Engine], lives: dict[str, int], leaving: tuple[str, ...], rewards: RewardPool
     ) -> None:
-        """Who is there from now on. What runs on an engine that is not goes on elsewhere; `leaving` ones give back
-        what they have sampled first."""
-        self._rewards = rewards
+        """Who is there from now on, and which life of each. What runs on an engine that is not goes on elsewhere;
+        `leaving` ones give back what they have sampled first."""
+        self._rewards, self._rewards_life = rewards, lives["reward"]
         self._router.set_engines(engines, lives, leaving)
         self._reconnected.set()
         self._reconnected = asyncio.Event()
@@ -178,22 +179,22 @@ class RolloutWorker:
     async def verify(self, task: dict[str, Any], text: str) -> float:
         """A pool that dies costs this text another try, with the next pool."""
         for _ in range(_NUM_POOLS_TRIED):
-            pool = self._rewards
+            pool, life = self._rewards, self._rewards_life
             assert pool is not None
             try:
                 verdict = await pool.verify(task, text)
             except WorkerDied:
-                await self._next_pool(pool)
+                await self._next_pool(life)
                 continue
             if verdict.error:
                 raise VerifierBroken(verdict.error)
             return verdict.score
         raise VerifierBroken(f"{_NUM_POOLS_TRIED} reward pools ended while they judged one text")
 
-    async def _next_pool(self, dead: RewardPool) -> None:
+    async def _next_pool(self, dead_life: int) -> None:
         try:
             async with asyncio.timeout(self._deadline_s):
-                while self._rewards is dead:
+                while self._rewards_life == dead_life:
                     await self._reconnected.wait()
         except TimeoutError:
             raise DeadlineExceeded(f"no reward pool was there for {self._deadline_s:g} s") from None

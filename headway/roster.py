@@ -20,9 +20,10 @@ from headway.engine import Engine
 from headway.errors import HeadwayError, RunFailed, WeightsUnreachable, WorkerDied
 from headway.events import EventLog
 from headway.fleet import Fleet, Generation
+from headway.looks import Pace, far_slower, next_limit
 from headway.reward import RewardPool
 from headway.rollout import RolloutWorker
-from headway.routing import Continued, RolloutStats, Shunned, next_limit
+from headway.routing import Continued, RolloutStats, Shunned
 from headway.runtime import RemoteError
 from headway.supervise import LOST, Kept, Supervisor, within
 from headway.types import Admission, EngineStats, Group, Scores, WeightUpdate
@@ -44,9 +45,9 @@ class Member(Kept[Engine]):
     def __init__(self, name: str, engine: Engine | None, start: Callable[[], Awaitable[Engine]]) -> None:
         super().__init__(name, engine, start)
         self.confirmed = -1  # until it has proved what it runs
-        self.leaving = False
+        self.asked_for = self.leaving = self.slow = False
         self.stats: EngineStats | None = None
-        self.limit = 0
+        self.limit, self.pace = 0, Pace()
 
     @property
     def load(self) -> int:
@@ -54,7 +55,7 @@ class Member(Kept[Engine]):
 
     def end(self) -> None:
         super().end()
-        self.confirmed, self.stats, self.limit = -1, None, 0
+        self.confirmed, self.stats, self.limit, self.pace, self.slow = -1, None, 0, Pace(), False
 
 
 class Roster:
@@ -76,7 +77,8 @@ class Roster:
         self._send, self._on_stats, self._changed = send, on_stats, changed
         self.engines = {name: self._member(name, engine) for name, engine in generation.engines.items()}
         self._rollout = {name: self._worker(name, worker) for name, worker in generation.rollout.items()}
-        self._rewards, self._pool = Kept("reward", generation.rewards, fleet.start_rewards), generation.rewards
+        self._rewards = Kept("reward", generation.rewards, fleet.start_rewards)
+        self._pool = generation.rewards, 0  # the last one, and which life of it; it may be dead
         self._groups: dict[str, list[int]] = {name: [] for name in self._rollout}
         self._lives: dict[str, asyncio.Task[object]] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -183,6 +185,8 @@ class Roster:
             member.confirmed = published.update.version
             if not member.serving.is_set():
                 self._supervisor.serves(member)
+                if member.asked_for and not member.life:
+                    self._log.append("joined", engine=member.name, version=member.confirmed)
                 await self._to_rollout(self._connect)
             self._note()
 
@@ -205,6 +209,7 @@ class Roster:
             if member.stats is not None:
                 member.limit = next_limit(member.limit, self._config.engine.max_num_seqs, member.stats, stats)
             member.stats = stats
+            member.pace.look(time.monotonic(), stats)
             if time.monotonic() - told >= every_s:
                 told = time.monotonic()
                 self._on_stats(member.name, stats)
@@ -233,6 +238,7 @@ class Roster:
             self._tasks.create_task(self._let_leave(member))
         for _ in range(count - len(staying)):
             member = self._member(self._next_name(), None)
+            member.asked_for = True
             self.engines[member.name] = member
             self._lives[member.name] = self._tasks.create_task(self._join(member))
 
@@ -265,7 +271,8 @@ class Roster:
                 self._on_stats(member.name, await member.worker.stats())
         except (TimeoutError, *LOST):
             pass  # then its requests go on from what was received
-        self._lives.pop(member.name).cancel()
+        if (life := self._lives.pop(member.name, None)) is not None:
+            life.cancel()
         await self._remove(member, "it was asked to leave")
 
     async def _remove(self, member: Member, cause: str) -> None:
@@ -338,7 +345,7 @@ class Roster:
             member.lose(member.worker, HeadwayError(shunned.reason))
 
     async def _serve_rewards(self, pool: RewardPool) -> None:
-        self._pool = pool
+        self._pool = pool, self._rewards.life
         await self._to_rollout(self._connect)
         self._supervisor.serves(self._rewards)
 
@@ -366,9 +373,10 @@ class Roster:
     async def _connect(self, worker: RolloutWorker) -> None:
         members = [member for member in self.engines.values() if member.serving.is_set()]
         engines = {member.name: member.worker for member in members if member.worker is not None}
-        lives = {member.name: member.life for member in members}
+        pool, pool_life = self._pool
+        lives = {"reward": pool_life} | {member.name: member.life for member in members}
         leaving = tuple(member.name for member in members if member.leaving)
-        await worker.connect(engines, lives, leaving, self._pool)
+        await worker.connect(engines, lives, leaving, pool)
 
     async def _inform(self, worker: RolloutWorker) -> None:
         newest = self.published.update.version if self.published else 0
@@ -386,6 +394,19 @@ class Roster:
             if found != limits or (len(self._rollout) > 1 and len(found) > 1):
                 limits = found
                 await self._to_rollout(self._inform)
+            self._tell_slow()
+
+    def _tell_slow(self) -> None:
+        """An engine that stays far behind the others is told of, once, and replaced where that is wanted."""
+        paces = {member.name: pace for member in self.serving if (pace := member.pace.tokens_per_s) is not None}
+        slow = far_slower(paces)
+        for member in self.serving:
+            if member.name in slow and not member.slow:
+                own, others = paces[member.name], slow[member.name]
+                self._log.append("slow", engine=member.name, tokens_per_s=own, others_per_s=others)
+                if self._config.supervise.replace_slow:
+                    member.lose(member.worker, HeadwayError(f"{member.name} is slow: {own:.3g} tokens/s a sequence"))
+            member.slow = member.name in slow
 
 
 def _unwrapped(serve: Callable[[Engine], Awaitable[None]]) -> Callable[[Engine], Awaitable[None]]:

@@ -1,4 +1,4 @@
-"""Which engine serves a group, as one rollout worker sees the engines, and how many sequences may be there at once.
+"""Which engine serves a group, as one rollout worker sees the engines, and how many of its requests are there at once.
 
 A group stays on one engine, where its prompt's keys and values are computed once, until that engine is lost; then all
 of the group goes on at another one. The choice is the engine with the fewest sequences: this worker's own, counted
@@ -14,10 +14,7 @@ from dataclasses import dataclass, field
 from headway.codec import noun
 from headway.engine import Engine
 from headway.errors import DeadlineExceeded
-from headway.types import EngineStats, RequestKey
-
-KV_FULL = 0.97
-"""The share of key/value memory in use from which on an engine counts as pressed."""
+from headway.types import RequestKey
 
 
 @noun
@@ -206,18 +203,3 @@ class Placement:
         self._num_left -= 1
         if self._post is not None:
             self._post.num_own -= 1
-
-
-def next_limit(limit: int, most: int, before: EngineStats, now: EngineStats) -> int:
-    """How many sequences an engine of `most` places should hold, after what two looks at it show; 0 is no limit.
-
-    When it preempted or its memory is nearly full, a tenth fewer than run now; else a sixteenth more than before, until
-    all places may be taken again.
-    """
-    if now.num_preempted > before.num_preempted or now.kv_used > KV_FULL * now.kv_total:
-        fewer = max(1, now.running * 9 // 10)
-        return min(limit, fewer) if limit else fewer
-    if not limit:
-        return 0
-    more = limit + max(1, most // 16)
-    return 0 if more >= most else more

@@ -23,11 +23,11 @@ LAYERS: list[tuple[str, str]] = [
     # What a layer is, and its modules. A module imports only from layers above it in this list, or its own package.
     ("words everything is said in", "errors codec"),
     ("nouns and knobs", "types config"),
-    ("arithmetic", "staleness packing advantages losses logprob_kernels"),
+    ("arithmetic", "staleness packing advantages losses logprob_kernels split looks"),
     ("starting a class somewhere", "runtime"),
     ("contracts of user code", "references verifiers workflows"),
     ("the log", "events"),
-    ("what is made of the log", "record history"),
+    ("what is made of the log, and who holds it", "record history wanted"),
     ("what is made of those", "ledger metrics picture"),
     ("what a person sees", "view"),
     ("the report", "report"),
@@ -63,7 +63,7 @@ BOSSES = ("controller", "roster", "supervise", "fleet", "launch", "resume", "pla
 NEVER_TORCH = """
     errors codec types config staleness packing advantages runtime references verifiers workflows events record history
     ledger metrics picture view report buffer tokenizer prompts reward reward_child rollout evaluate engine cli
-    weight_stream weight_files answers routing
+    weight_stream weight_files answers routing looks split wanted
 """
 """Modules that can be imported where torch is not: what runs in the controller, the reward pool and the viewer."""
 

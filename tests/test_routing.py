@@ -14,8 +14,8 @@ from headway.engine.fake import FakeEngine
 from headway.errors import DeadlineExceeded, WorkerDied
 from headway.reward import RewardPool
 from headway.rollout import RolloutWorker
-from headway.routing import Gate, Placement, Router, next_limit
-from headway.types import Admission, Chunk, Completion, EngineStats, Group, Prompt, Request, Sampling
+from headway.routing import Gate, Placement, Router
+from headway.types import Admission, Chunk, Completion, Group, Prompt, Request, Sampling
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -28,32 +28,6 @@ async def turns(num: int = 10) -> None:
 
 
 # How many at once
-
-
-def stats(running: int = 40, preempted: int = 0, kv_used: int = 500, waiting: int = 0) -> EngineStats:
-    return EngineStats(0, running, waiting, 0, 0, 0, preempted, 0.0, kv_used, 1000)
-
-
-def test_without_pressure_there_is_no_limit() -> None:
-    assert next_limit(0, 64, stats(), stats(running=64, kv_used=960)) == 0
-
-
-@pytest.mark.parametrize("pressed", [stats(preempted=1), stats(kv_used=971)])
-def test_under_pressure_a_tenth_fewer_may_run(pressed: EngineStats) -> None:
-    assert next_limit(0, 64, stats(), pressed) == 36
-    assert next_limit(50, 64, stats(), pressed) == 36
-    assert next_limit(20, 64, stats(), pressed) == 20, "never more than before"
-    assert next_limit(0, 64, stats(), replace(pressed, running=1)) == 1
-    assert next_limit(0, 64, stats(), replace(pressed, running=0)) == 1
-
-
-def test_when_the_pressure_is_gone_the_limit_rises_until_it_is_none() -> None:
-    limit, seen = 36, []
-    while limit:
-        limit = next_limit(limit, 64, stats(preempted=5), stats(preempted=5))
-        seen.append(limit)
-    assert seen == [40, 44, 48, 52, 56, 60, 0]
-    assert next_limit(1, 4, stats(), stats()) == 2, "by one at least"
 
 
 def test_a_gate_lets_in_so_many_in_their_order_and_the_urgent_at_once() -> None:
@@ -183,7 +157,8 @@ async def make_worker(model: str, deadline_s: float = 5.0) -> RolloutWorker:
 
 async def connect(worker: RolloutWorker, leaving: tuple[str, ...] = (), **engines: FakeEngine) -> None:
     named = cast(dict[str, Engine], {name.replace("_", "-"): engine for name, engine in engines.items()})
-    await worker.connect(named, dict.fromkeys(named, 0), leaving, cast(RewardPool, StandInRewards()))
+    lives = dict.fromkeys([*named, "reward"], 0)
+    await worker.connect(named, lives, leaving, cast(RewardPool, StandInRewards()))
 
 
 def admission(group: int, size: int = 2) -> Admission:
@@ -299,14 +274,21 @@ class DyingPool(StandInRewards):
         raise WorkerDied("worker reward ended (signal 9)")
 
 
+async def with_pool(worker: RolloutWorker, pool: StandInRewards, life: int) -> None:
+    engines = {"engine-0": cast(Engine, FakeEngine())}
+    await worker.connect(engines, {"engine-0": 0, "reward": life}, (), cast(RewardPool, pool))
+
+
 def test_a_text_that_outlives_its_pool_is_judged_by_the_next(tiny_model: str) -> None:
     async def scenario() -> None:
-        worker, engine = await make_worker(tiny_model), FakeEngine()
-        engines, lives = {"engine-0": cast(Engine, engine)}, {"engine-0": 0}
-        await worker.connect(engines, lives, (), cast(RewardPool, DyingPool()))
+        worker = await make_worker(tiny_model)
+        await with_pool(worker, DyingPool(), 0)
         running = asyncio.create_task(worker.run(admission(0)))
-        await turns(50)
-        await worker.connect(engines, lives, (), cast(RewardPool, StandInRewards()))
+        for _ in range(5):
+            await turns(50)
+            await with_pool(worker, DyingPool(), 0)
+        assert not running.done(), "told of the dead one again, it goes on waiting"
+        await with_pool(worker, StandInRewards(), 1)
         assert (await running).complete
 
     run(scenario())
@@ -314,13 +296,13 @@ def test_a_text_that_outlives_its_pool_is_judged_by_the_next(tiny_model: str) ->
 
 def test_a_text_that_ends_every_pool_costs_its_trajectory_alone(tiny_model: str) -> None:
     async def scenario() -> None:
-        worker, engine = await make_worker(tiny_model), FakeEngine()
-        engines, lives = {"engine-0": cast(Engine, engine)}, {"engine-0": 0}
-        await worker.connect(engines, lives, (), cast(RewardPool, DyingPool()))
-        running = asyncio.create_task(worker.run(admission(0)))
+        worker = await make_worker(tiny_model)
+        await with_pool(worker, DyingPool(), 0)
+        running, life = asyncio.create_task(worker.run(admission(0))), 0
         while not running.done():
-            await worker.connect(engines, lives, (), cast(RewardPool, DyingPool()))
             await turns(50)
+            life += 1
+            await with_pool(worker, DyingPool(), life)
         group = await running
         assert [f.reason for f in group.failures] == ["verifier: 3 reward pools ended while they judged one text"] * 2
 
@@ -330,8 +312,7 @@ def test_a_text_that_ends_every_pool_costs_its_trajectory_alone(tiny_model: str)
 def test_invariant_15_a_pool_that_does_not_come_back_is_named(tiny_model: str) -> None:
     async def scenario() -> None:
         worker = await make_worker(tiny_model, deadline_s=0.05)
-        engines, lives = {"engine-0": cast(Engine, FakeEngine())}, {"engine-0": 0}
-        await worker.connect(engines, lives, (), cast(RewardPool, DyingPool()))
+        await with_pool(worker, DyingPool(), 0)
         with pytest.raises(DeadlineExceeded, match=r"no reward pool was there for 0.05 s"):
             await worker.run(admission(0))
 

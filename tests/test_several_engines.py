@@ -144,7 +144,7 @@ class Recorded(FakeEngine):
 async def make_worker(model: str, engines: list[Recorded]) -> RolloutWorker:
     named: dict[str, Engine] = {f"engine-{number}": engine for number, engine in enumerate(engines)}
     worker = RolloutWorker(model, "headway.workflows.single_turn:SingleTurn", 0, 100, 60.0)
-    await worker.connect(named, dict.fromkeys(named, 0), (), cast(RewardPool, StandInRewards()))
+    await worker.connect(named, dict.fromkeys([*named, "reward"], 0), (), cast(RewardPool, StandInRewards()))
     return worker
 
 
