@@ -12,12 +12,13 @@ Invariants that live here:
   2. Nothing vanishes: the ledger is checked after every training step.
   4. η = 0 is synchronous training: no line here asks whether it is; Eq. 3 alone makes the two sides take turns.
   6. Parity: after each swap, engine and trainer score the same probe, and the largest difference is an event.
- 11. Weight sync is proved at every load: fingerprints are compared before a version counts as confirmed.
+ 11. Weight sync is proved at every load, by fingerprint or by score, before a version counts as confirmed.
  13. Generation waits for little: no loop that feeds the engines waits for training, saving, evaluation or logging.
 """
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from headway.engine import Engine
 from headway.errors import DeadlineExceeded, RunFailed, WeightMismatch, WorkerDied
 from headway.evaluate import evaluate
 from headway.prompts import PromptStream
+from headway.proof import ScoreProof
 from headway.record import RunLog
 from headway.rollout import RolloutWorker
 from headway.staleness import StalenessControl
@@ -92,6 +94,7 @@ class Controller:
         self.staleness, self.buffer = progress.staleness, progress.buffer
         self._progress = progress
         self._confirmed = -1
+        self._proofs = defaultdict[str, ScoreProof](lambda: ScoreProof(config.model.dtype))
         self._changed = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
         self._update: asyncio.Task[None] | None = None
@@ -306,9 +309,11 @@ class Controller:
         stage_s = time.time() - started
         report = await engine.swap(update.version, self.config.engine.kv_on_swap)
         wrong = [key for key, value in update.fingerprints.items() if report.fingerprints.get(key) != value]
-        if wrong:
+        if wrong and report.fingerprints:
             raise WeightMismatch(f"{name} runs other weights than version {update.version}: {wrong[0]} differs")
         scores = await engine.score(self.tasks.probe, 1.0)
+        if not report.fingerprints:
+            self._proofs[name].check(name, scores, reference)
         self.log.append(
             "swapped",
             version=update.version,

@@ -54,7 +54,7 @@ def keep(child: int, grace_s: float = 0.0) -> int:
     _, status = os.waitpid(child, 0)
     if grace_s:
         _signal_group(child, signal.SIGTERM)
-        _wait_for_children(grace_s)
+        _end_children(grace_s)
     _signal_group(child, signal.SIGKILL)
     kill_children()
     code = os.waitstatus_to_exitcode(status)
@@ -66,9 +66,14 @@ def _signal_group(leader: int, number: int) -> None:
         os.killpg(leader, number)
 
 
-def _wait_for_children(seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while children() and time.monotonic() < deadline:
+def _end_children(seconds: float) -> None:
+    """Ask whatever is left to end, and wait for it."""
+    deadline, asked = time.monotonic() + seconds, set[int]()
+    while (left := children()) and time.monotonic() < deadline:
+        for pid in left - asked:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGTERM)
+        asked |= left
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, os.WNOHANG)
         time.sleep(_LOOK_S)
