@@ -569,7 +569,7 @@ def test_the_servers_environment_is_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PYTHONPATH", "/ours")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     cpu, second, any_gpu = (environment(device, "/scratch") for device in ("cpu", "cuda:1", "cuda"))
-    assert "PYTHONPATH" not in cpu and cpu["TMPDIR"] == "/scratch" and cpu["VLLM_SERVER_DEV_MODE"] == "1"
+    assert "PYTHONPATH" not in cpu and cpu["VLLM_RPC_BASE_PATH"] == "/scratch" and cpu["VLLM_SERVER_DEV_MODE"] == "1"
     assert [values["CUDA_VISIBLE_DEVICES"] for values in (cpu, second, any_gpu)] == ["", "7", "4,7"]
     assert cpu["VLLM_CPU_OMP_THREADS_BIND"] == "nobind" and "VLLM_CPU_OMP_THREADS_BIND" not in second
 

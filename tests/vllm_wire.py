@@ -85,6 +85,7 @@ class WireServer:
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
                 web.get("/metrics", self._metrics),
+                web.get("/openapi.json", self._openapi),
                 web.post("/v1/completions", self._completions),
                 web.post("/inference/v1/generate", self._generate),
             ]
@@ -192,8 +193,6 @@ class WireServer:
         if not self.scale_out:
             return await answer(refusal("Scale-out endpoints are disabled.", 403), 403)
         body = await request.json()
-        if not body:
-            return await answer(refusal("body.token_ids: Field required"), 400)
         params = body["sampling_params"]
         if "prompt_logprobs" in params:
             return await self._score(body["token_ids"])
@@ -277,6 +276,11 @@ class WireServer:
 
     async def _models(self, request: web.Request) -> web.Response:
         return await answer({"data": [{"id": "policy", "max_model_len": self.context}]})
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        """An endpoint that is switched off is not listed, and answers 403."""
+        switched = {"/inference/v1/generate": self.scale_out, "/update_weight_version": self.dev_mode}
+        return await answer({"paths": {"/v1/completions": {}} | {path: {} for path, on in switched.items() if on}})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
         return await answer({"is_paused": self.paused})

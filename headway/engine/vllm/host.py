@@ -47,6 +47,8 @@ class Host:
             await self._check()
         except ServerFailed as error:
             raise await self.obituary(error) from error
+        if self._server is not None:
+            self._server.forget()
         self._watching = asyncio.create_task(self._watch(on_failure))
 
     async def _connect(self, kv_share: float) -> None:

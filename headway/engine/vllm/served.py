@@ -53,7 +53,7 @@ def write_model(path: str, dtype: str, directory: Path) -> ServedModel:
     _write(directory, weights)
     shape, context = model_shape(model.config), model.config.max_position_embeddings
     probe = np.random.default_rng(0).integers(0, shape.vocab_size, min(_PROBE_TOKENS, context - 1)).astype(np.int32)
-    reference = _score(model, probe)
+    reference = score(model, probe)
     model.config.tie_word_embeddings = not has_head
     model.config.save_pretrained(directory)
     load_tokenizer(path).save_pretrained(directory)
@@ -61,7 +61,7 @@ def write_model(path: str, dtype: str, directory: Path) -> ServedModel:
     return ServedModel(has_head, shape.vocab_size, context, kv_bytes, probe, reference)
 
 
-def _score(model: "PreTrainedModel", tokens: Ints) -> Floats:
+def score(model: "PreTrainedModel", tokens: Ints) -> Floats:
     """Log-probs as the trainer computes them; 0 for the first token."""
     import torch
 

@@ -6,7 +6,6 @@ process ends in whatever way, which vLLM 0.32 does not do: its engine core outli
 """
 
 import asyncio
-import getpass
 import os
 import re
 import shlex
@@ -82,10 +81,9 @@ def environment(device: str, scratch: str) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",  # without it there are no endpoints for weights
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        "TMPDIR": scratch,
+        # Its sockets, but not all that is temporary: what torch compiles has to outlive the server, or starts are slow.
+        "VLLM_RPC_BASE_PATH": scratch,
     }
-    # What torch compiles outlives the server, where it would without a temporary directory of its own.
-    values.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
     if device == "cpu":
         # Bound to all cores, as vLLM does by itself, several engines of one machine would share the first ones.
         values.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -143,6 +141,10 @@ class Server:
         lines = (_PREFIX.sub("", line).strip() for line in self._lines)
         found = next((found for line in lines if (found := _CAUSE.search(line))), None)
         return found.group(0).strip(" '\"")[:300] if found else ""
+
+    def forget(self) -> None:
+        """What it said until now, such as of requests it was meant to refuse, is no cause of what comes."""
+        self._lines.clear()
 
     async def close(self) -> None:
         """End the server and everything it started."""
