@@ -137,6 +137,7 @@ async def run(options: argparse.Namespace, model: Path, console: "Console") -> M
         max_context=context,
         kv_tokens=2 * options.requests * context,
         threads=options.threads,
+        chunk_tokens=8,
     )
     engine = VllmEngine(str(model), options.dtype, section, "", PROCESSED, 900.0)
     started = time.perf_counter()

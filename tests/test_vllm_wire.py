@@ -6,6 +6,7 @@ Invariant 3: versions are the engine's. Invariant 15: nothing hangs.
 
 import asyncio
 import dataclasses
+import io
 import os
 import subprocess
 import sys
@@ -20,9 +21,11 @@ import psutil
 import pytest
 from aiohttp import web
 from driving import group_of, make_request, plain_model, prompt, teacher_forced
+from system import check_finished, events_of, make_config
 from vllm_servers import Watched, complete
 from vllm_wire import WireServer
 
+from headway import launch
 from headway.config import EngineSection
 from headway.engine.vllm import VllmEngine, wire
 from headway.engine.vllm.live import Slots
@@ -30,8 +33,10 @@ from headway.engine.vllm.served import ServedModel
 from headway.engine.vllm.server import Server, arguments, check_interpreter, environment
 from headway.engine.vllm.wire import PROCESSED, RAW, Submission
 from headway.errors import ConfigError, DeadlineExceeded, InvariantBroken, RequestRefused, WeightMismatch, WorkerDied
+from headway.events import Event
 from headway.models import named_weights
 from headway.types import Chunk, Completion, Sampling, StopReason
+from headway.view import PlainView
 from headway.weights import Publisher
 
 T = TypeVar("T")
@@ -426,6 +431,9 @@ def test_servers_that_do_not_fit_are_refused_in_one_sentence_each(
     assert "set engine.weights_dir to a directory that both can see" in refusal(
         tiny_model, broken(WireServer(tiny_model), "/collective_rpc")
     )
+    assert refusal(tiny_model, broken(WireServer(tiny_model), "/v1/models", 401)) == (
+        "the vLLM server at URL answers /v1/models with 401 (out of order); start it without what forbids that"
+    )
     other = WireServer(tiny_variant("llama-untied"))
     other.stale_loads = True
     assert "serves another model than" in refusal(
@@ -433,8 +441,8 @@ def test_servers_that_do_not_fit_are_refused_in_one_sentence_each(
     ) and "nats a token, and 0.01 is the bound" in refusal(tiny_model, other)
 
 
-def broken(server: WireServer, path: str) -> WireServer:
-    server.broken[path] = 500
+def broken(server: WireServer, path: str, status: int = 500) -> WireServer:
+    server.broken[path] = status
     return server
 
 
@@ -467,6 +475,41 @@ def test_an_address_where_nobody_listens_is_refused_in_one_sentence(tiny_model: 
     engine = VllmEngine(tiny_model, "float32", section, "http://127.0.0.1:9", PROCESSED, 5.0)
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9 is none that answers as vLLM does; check engine\.urls"):
         run(engine.open())
+
+
+# Whole runs
+
+
+def train_on(server: WireServer, directory: Path, model: str) -> list[Event]:
+    """`headway train`, with everything in one process and one event loop, the server too."""
+
+    async def scenario() -> list[Event]:
+        async with server.listening():
+            engine = {"kind": "vllm", "urls": server.url, "max_num_seqs": 8, "kv_tokens": 0, "chunk_tokens": 4}
+            sections = {"engine": engine, "run": {"steps": 2, "deterministic": False}, "sampling": {"max_tokens": 6}}
+            config = make_config(directory, model, **sections, task={"eval": ""})
+            await launch.train(config, False, PlainView(io.StringIO()))
+            events = events_of(config)
+            check_finished(config, events)
+            return events
+
+    return run(scenario())
+
+
+@both
+def test_a_run_trains_on_a_server_and_proves_every_load(tmp_path: Path, tiny_model: str, spans: bool) -> None:
+    server = WireServer(tiny_model, scale_out=spans, context=32)
+    swapped = [event for event in train_on(server, tmp_path, tiny_model) if event.kind == "swapped"]
+    assert [event["version"] for event in swapped] == [0, 1, 2]
+    assert all(event["parity_max_abs"] < BOUND for event in swapped)
+    assert server.num_stale_prompts == 0
+
+
+def test_invariant_11_a_server_that_loads_nothing_stops_the_run(tmp_path: Path, tiny_model: str) -> None:
+    server = WireServer(tiny_model, context=32)
+    server.stale_loads = True
+    with pytest.raises(WeightMismatch, match="engine does not run version 1: "):
+        train_on(server, tmp_path, tiny_model)
 
 
 # What is said on the wire

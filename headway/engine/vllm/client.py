@@ -113,10 +113,9 @@ class Client:
             raise ConfigError(
                 f"{self.name} has no endpoints for weights; start it with VLLM_SERVER_DEV_MODE=1 in its environment"
             )
-        status, text = await self.get("/server_info", {"config_format": "json"})
-        settings = json.loads(text)["vllm_config"] if status == 200 else {}
-        model, cache = settings.get("model_config", {}), settings.get("cache_config", {})
-        served = json.loads((await self.get("/v1/models"))[1])["data"][0]
+        settings = (await self._look("/server_info", {"config_format": "json"}))["vllm_config"]
+        model, cache = settings["model_config"], settings["cache_config"]
+        served = (await self._look("/v1/models"))["data"][0]
         return Facts(
             version=version,
             model=served["id"],
@@ -141,8 +140,15 @@ class Client:
     async def _has_spans(self) -> bool:
         """Whether it stamps tokens with the version of the weights, and can be told that version."""
         # Asked of its own listing: an endpoint that is switched off is there all the same, and refuses every call.
-        status, text = await self.get("/openapi.json")
-        return status == 200 and {wire.GENERATE, "/update_weight_version"} <= json.loads(text)["paths"].keys()
+        listed: Message = (await self._look("/openapi.json"))["paths"]
+        return {wire.GENERATE, "/update_weight_version"} <= listed.keys()
+
+    async def _look(self, path: str, params: dict[str, str] | None = None) -> Any:
+        status, text = await self.get(path, params)
+        if status != 200:
+            said = wire.text_error(text)
+            raise ConfigError(f"{self.name} answers {path} with {status} ({said}); start it without what forbids that")
+        return json.loads(text)
 
     async def metrics(self) -> dict[str, float]:
         status, text = await self.get("/metrics")
