@@ -1,4 +1,5 @@
-# Each target makes its own environment (.venv) first, once, and again when pyproject.toml or constraints.txt change.
+# Each target makes its own environment (.venv) first, once, and again when pyproject.toml or constraints.txt change;
+# test-slow also one with vLLM's CPU build (.venv-vllm), from constraints-vllm.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet install -c constraints.txt
@@ -13,7 +14,7 @@ help:
 	@echo "make test-slow    the tests that take minutes"
 	@echo "make lint         ruff (lint and format) and mypy"
 	@echo "make format       let ruff put the format right"
-	@echo "make clean        remove .venv and caches; runs/ and models/ stay"
+	@echo "make clean        remove .venv, .venv-vllm and caches; runs/ and models/ stay"
 
 quickstart: .venv/installed
 	$(BIN)/python examples/quickstart.py
@@ -26,8 +27,8 @@ test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu"
 	@echo "make test: all tests passed"
 
-test-slow: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu"
+test-slow: .venv/installed .venv-vllm/installed
+	OMP_NUM_THREADS=1 HEADWAY_VLLM_PYTHON=.venv-vllm/bin/python $(BIN)/python -m pytest -m "slow and not gpu"
 	@echo "make test-slow: all slow tests passed"
 
 lint: .venv/installed
@@ -52,10 +53,16 @@ format: .venv/installed
 	@$(PIP) --no-build-isolation -e '.[dev]'
 	@touch $@
 
+.venv-vllm/installed: constraints-vllm.txt bench/vllm_env.py
+	@echo "making an environment with vLLM in .venv-vllm; the first time takes a few minutes"
+	@rm -rf .venv-vllm
+	@$(PYTHON) bench/vllm_env.py .venv-vllm
+	@touch $@
+
 $(MODEL)/config.json: | .venv/installed
 	@$(PIP) --no-build-isolation -e '.[smollm2]'
 	$(BIN)/python examples/smollm2_model.py $(MODEL)
 
 clean:
-	rm -rf .venv *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find headway bench examples tests -name __pycache__ -type d -prune -exec rm -rf {} +

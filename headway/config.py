@@ -99,8 +99,8 @@ def _placement(kind: str, count: int, devices: list[str]) -> dict[str, str]:
 
 
 class EngineSection(Section):
-    kind: Literal["embedded", "fake"] = Field(
-        "embedded", description="who generates: the embedded engine, or a stand-in"
+    kind: Literal["embedded", "vllm", "fake"] = Field(
+        "embedded", description="who generates: the embedded engine, vLLM servers, or a stand-in"
     )
     count: int = Field(1, ge=1, le=256, description="engines that generate side by side, each a process")
     device: str = Field(
@@ -115,6 +115,17 @@ class EngineSection(Section):
     )
     chunk_tokens: int = Field(32, ge=1, description="tokens per streamed chunk")
     threads: int = Field(1, ge=1, description="CPU threads of an engine")
+    vllm_python: str = Field("", description="interpreter of an environment that has vLLM; engines start their servers")
+    vllm_args: str = Field("", description="further arguments of `vllm serve`, such as --tensor-parallel-size 2")
+    urls: str = Field("", description="vLLM servers that run already, one per engine: http://a:8000,http://b:8000")
+    weights_dir: str = Field(
+        "", description="where weights lie for vLLM servers, which must see it too; empty is a temporary one"
+    )
+
+    @property
+    def servers(self) -> list[str]:
+        """The URLs that are named."""
+        return [url.strip().rstrip("/") for url in self.urls.split(",") if url.strip()]
 
     @property
     def devices(self) -> list[str]:
@@ -362,6 +373,37 @@ def _contradictions_of_weights(section: WeightsSection) -> dict[str, object]:
     }
 
 
+def _vllm_contradictions(config: Config) -> dict[str, object]:
+    engine, sampling = config.engine, config.sampling
+    is_vllm, num_urls = engine.kind == "vllm", len(engine.servers)
+    own = [name for name in ("vllm_python", "vllm_args", "urls", "weights_dir") if getattr(engine, name)]
+    wrong_urls = [url for url in engine.servers if not re.fullmatch(r"https?://[^/?#@\s]+", url)]
+    cut = sampling.top_k > 0 or sampling.top_p < 1
+    return {
+        f"engine.{own[0] if own else ''} is for vLLM servers, and engine.kind = {engine.kind}; "
+        "set engine.kind = vllm or leave it out": own and not is_vllm,
+        "engine.kind = vllm needs servers: name an interpreter that has vLLM in engine.vllm_python, or servers that "
+        "run already in engine.urls": is_vllm and not engine.vllm_python and not num_urls,
+        "engine.urls names servers that run already, and engine.vllm_python says to start them; leave one out": (
+            engine.vllm_python and num_urls
+        ),
+        "engine.vllm_args is for servers that are started here, and engine.urls names some that run already; "
+        "give it to those who start them": engine.vllm_args and num_urls,
+        f"engine.urls names {num_urls} servers, and engine.count = {engine.count}; set engine.count = {num_urls}": (
+            num_urls and num_urls != engine.count
+        ),
+        f"engine.urls names {wrong_urls[0] if wrong_urls else ''}, which is no server's address; "
+        "write it like http://host:8000": wrong_urls,
+        "run.deterministic is the embedded engine's, and engine.kind = vllm; turn it off": (
+            is_vllm and config.run.deterministic
+        ),
+        "with top-k or top-p, vLLM gives log-probs of the full distribution at temperature 1 only; set "
+        "sampling.temperature = 1 and evaluate.temperature to 0 or 1, or sampling.top_k = 0 and sampling.top_p = 1": (
+            is_vllm and cut and (sampling.temperature != 1 or config.evaluate.temperature not in (0, 1))
+        ),
+    }
+
+
 def _check_contradictions(config: Config, where: str) -> None:
     batch, rollout, trainer = config.trainer.batch_groups, config.rollout, config.trainer
     longest = config.engine.max_context
@@ -383,6 +425,7 @@ def _check_contradictions(config: Config, where: str) -> None:
         f"engine.device = {config.engine.device} names more devices than engine.count = {config.engine.count}; "
         "raise count or name fewer": len(config.engine.devices) > config.engine.count,
     }
+    problems |= _vllm_contradictions(config)
     named = [("engine.device", device) for device in config.engine.devices]
     for knob, device in [*named, *(("trainer.device", device) for device in trainer.devices)]:
         sentence = f"{knob} = {device} is neither cpu nor cuda nor a GPU by number, such as cuda:1; set one of them"

@@ -14,12 +14,13 @@ Invariants that live here:
   2. Nothing vanishes: the ledger is checked after every training step.
   4. η = 0 is synchronous training: no line here asks whether it is; Eq. 3 alone makes the two sides take turns.
   6. Parity: after each swap, engine and trainer score the same probe, and the largest difference is an event.
- 11. Weight sync is proved at every load: fingerprints are compared before a version counts as confirmed.
+ 11. Weight sync is proved at every load, by fingerprint or by score, before a version counts as confirmed.
  13. Generation waits for little: no loop that feeds the engines waits for training, saving, evaluation or logging.
 """
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from headway.events import read
 from headway.fleet import Fleet, Workers
 from headway.ledger import fold
 from headway.prompts import PromptStream
+from headway.proof import ScoreProof
 from headway.ranks import AnyTrainer
 from headway.record import EVENTS_NAME, RunLog
 from headway.retrain import load_newest_checkpoint, retrain
@@ -106,6 +108,7 @@ class Controller:
         self.version = progress.version
         self.staleness, self.buffer = progress.staleness, progress.buffer
         self._progress = progress
+        self._proofs = defaultdict[tuple[str, int], ScoreProof](lambda: ScoreProof(config.model.dtype))
         self._changed = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
         self._supervisor = Supervisor(fleet, config.supervise, log)
@@ -370,9 +373,11 @@ class Controller:
         stage_s = time.time() - started
         report = await engine.swap(update.version, self.config.engine.kv_on_swap)
         wrong = [key for key, value in update.fingerprints.items() if report.fingerprints.get(key) != value]
-        if wrong:
+        if wrong and report.fingerprints:
             raise WeightMismatch(f"{name} runs other weights than version {update.version}: {wrong[0]} differs")
         scores = await engine.score(self.tasks.probe, 1.0)
+        if not report.fingerprints:
+            self._proofs[name, self.roster.engines[name].life].check(name, scores, reference)
         self.log.append(
             "swapped",
             version=update.version,

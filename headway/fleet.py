@@ -148,6 +148,8 @@ async def _start_engine(runtime: Runtime, config: Config, name: str, device: str
 
     if config.engine.kind == "fake":
         return await runtime.start(name, FakeEngine)
+    if config.engine.kind == "vllm":
+        return await _start_vllm(runtime, config, name, device)
     return await runtime.start(
         name,
         EmbeddedEngine,
@@ -155,6 +157,25 @@ async def _start_engine(runtime: Runtime, config: Config, name: str, device: str
         config.model.dtype,
         config.engine.model_copy(update={"device": device, "count": 1}),
         config.run.deterministic,
+        _kv_share(config, device),
+        threads=config.engine.threads,
+    )
+
+
+async def _start_vllm(runtime: Runtime, config: Config, name: str, device: str) -> Engine:
+    from headway.engine.vllm import VllmEngine
+    from headway.engine.vllm.wire import logprobs_mode
+
+    urls = dict(zip(config.engine.placement, config.engine.servers, strict=False))
+    return await runtime.start(
+        name,
+        VllmEngine,
+        config.model.path,
+        config.model.dtype,
+        config.engine.model_copy(update={"device": device, "count": 1}),
+        urls.get(name, ""),
+        logprobs_mode(config.sampling.top_k, config.sampling.top_p),
+        config.run.deadline_s,
         _kv_share(config, device),
         threads=config.engine.threads,
     )

@@ -67,6 +67,7 @@ def prepare(config: Config) -> Prepared:
     from headway.rollout import check_workflow
 
     check_devices(config)
+    _check_vllm(config.engine.vllm_python)
     check_workflow(config.rollout.workflow)
     _check_path(config.model.path)
     model_config = load_config(config.model.path)
@@ -118,6 +119,13 @@ def check_devices(config: Config) -> None:
         raise ConfigError("run.deterministic is bit for bit on a CPU only; set engine.device = cpu, or turn it off")
 
 
+def _check_vllm(python: str) -> None:
+    if python:
+        from headway.engine.vllm.server import check_interpreter
+
+        check_interpreter(python)
+
+
 def _check_path(path: str) -> None:
     """A path that leads nowhere is not looked for on the hub when it cannot be a name there."""
     is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path)
@@ -155,8 +163,11 @@ def _stop_tokens(*ids: int | list[int] | None) -> tuple[int, ...]:
 def identity(config: Config) -> str:
     """A hash of what makes a run the run it is; where it lies, how long it goes on and what it shows may change."""
     values = config.model_dump(exclude={"metrics", "evaluate", "checkpoint", "sft", "weights"})
-    for key in ("dir", "steps", "runtime", "deadline_s"):
-        del values["run"][key]
+    for section, key in [
+        *(("run", key) for key in ("dir", "steps", "runtime", "deadline_s")),
+        *(("engine", key) for key in ("vllm_python", "urls", "weights_dir")),
+    ]:
+        del values[section][key]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -62,19 +62,23 @@ def _processes(config: Config) -> str:
 
 
 def _devices(config: Config) -> str:
-    placed = {**config.engine.placement, **config.trainer.placement}
-    return ", ".join(f"{name} on {device}" for name, device in placed.items())
+    places = config.engine.servers or config.engine.placement.values()
+    placed = {**dict(zip(config.engine.placement, places, strict=True)), **config.trainer.placement}
+    return ", ".join(f"{name} on {place}" for name, place in placed.items())
 
 
 def _engine_memory(config: Config, shape: ModelShape, num_parameters: int) -> str:
-    width = _BYTES[config.model.dtype]
-    weights = 2 * width * num_parameters
+    if config.engine.servers:
+        return "that of the servers"
+    width, num_sets = _BYTES[config.model.dtype], 1 if config.engine.kind == "vllm" else 2
+    weights = num_sets * width * num_parameters
     on_cpu = set(config.engine.devices) == {"cpu"}
     kv_tokens = config.engine.kv_tokens or (DEFAULT_KV_TOKENS if on_cpu else 0)
     kv = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * width * kv_tokens
     rest = f"{_gigabytes(kv)} for keys and values" if kv else "most of the rest for keys and values"
     each = "for each engine " if config.engine.count > 1 else ""
-    return f"{each}{_gigabytes(weights)} for two sets of weights, {rest}"
+    sets = "one set" if num_sets == 1 else "two sets"
+    return f"{each}{_gigabytes(weights)} for {sets} of weights, {rest}"
 
 
 def _trainer_memory(config: Config, num_parameters: int) -> str:

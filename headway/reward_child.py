@@ -14,19 +14,17 @@ are imported here: the worker forks before numpy exists, and torch never does.
 """
 
 import contextlib
-import ctypes
 import math
 import os
 import signal
 import socket
 import struct
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from headway import references
+from headway import kinship, references
 from headway.errors import ConfigError
 
 HEADER = struct.Struct(">Q")
@@ -34,88 +32,23 @@ READY, BROKEN, STARTED = "ready", "broken", "started"
 SCORED, RAISED, NOT_A_SCORE = "scored", "raised", "not_a_score"
 
 _LONGEST_SENTENCE = 500
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_LINUX = sys.platform == "linux"
 
 
 def main() -> NoReturn:
     """Become the keeper and its worker; arguments: the worker's descriptor, the pool's process id, the verifier."""
     descriptor, pool, reference = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    _set_death_signal(signal.SIGTERM, pool)
-    _adopt_orphans()
+    kinship.set_death_signal(signal.SIGTERM, pool)
+    kinship.adopt_orphans()
     keeper = os.getpid()
     worker = os.fork()
     if worker == 0:
         os.setpgid(0, 0)
-        _set_death_signal(signal.SIGKILL, keeper)
+        kinship.set_death_signal(signal.SIGKILL, keeper)
         _serve_and_end(descriptor, reference)
     os.close(descriptor)
     with contextlib.suppress(ProcessLookupError):
         os.setpgid(worker, worker)  # both sides set it, so that neither can run ahead of the other
-    _keep(worker)
-
-
-def _keep(worker: int) -> NoReturn:
-    def kill_worker(*_: Any) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(worker, signal.SIGKILL)
-
-    def wait_for_pool() -> None:
-        while os.read(0, 1):
-            pass
-        kill_worker()
-
-    signal.signal(signal.SIGTERM, kill_worker)
-    threading.Thread(target=wait_for_pool, daemon=True).start()
-    _, status = os.waitpid(worker, 0)
-    kill_worker()
-    kill_children()
-    code = os.waitstatus_to_exitcode(status)
-    os._exit(code if code >= 0 else 128 - code)
-
-
-def _set_death_signal(number: int, parent: int) -> None:
-    """Get this signal when the parent dies. Elsewhere than on Linux, only the closing of pipes tells."""
-    if _LINUX:  # which means the thread that made this process: the pool's event loop must run in a lasting one
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def _adopt_orphans() -> None:
-    """Become the parent of any descendant whose own parent ends, so that none gets out of reach."""
-    if _LINUX:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def kill_children(spare: frozenset[int] = frozenset()) -> None:
-    """Kill and reap all child processes but `spare`; theirs become ours by death, and go the same way."""
-    while leftover := _children() - spare:
-        for pid in leftover:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in leftover:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-
-
-def _children() -> frozenset[int]:
-    if not _LINUX:
-        return frozenset()
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return frozenset()  # the usual case, for the price of one system call
-    me = os.getpid()
-    return frozenset(pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(pid) == me)
-
-
-def _parent_of(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            return int(stat.read().rpartition(b")")[2].split()[1])
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
+    os._exit(kinship.keep(worker))
 
 
 def _serve_and_end(descriptor: int, reference: str) -> NoReturn:
@@ -129,7 +62,7 @@ def _serve_and_end(descriptor: int, reference: str) -> NoReturn:
 
 def _serve(descriptor: int, reference: str) -> None:
     worker = os.getpid()
-    _adopt_orphans()
+    kinship.adopt_orphans()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the pool's workers are the parallelism
@@ -140,7 +73,7 @@ def _serve(descriptor: int, reference: str) -> None:
     except ConfigError as error:
         verifier, greeting = None, [BROKEN, _printable(str(error).removeprefix(f"{reference}: "))]
     _end_if_forked(worker)
-    spare = _children()
+    spare = kinship.children()
     _send(connection, greeting)
     if verifier is None:
         return
@@ -148,7 +81,7 @@ def _serve(descriptor: int, reference: str) -> None:
         _send(connection, [STARTED])
         answer = _judge(verifier, *request)
         _end_if_forked(worker)
-        kill_children(spare)
+        kinship.kill_children(spare)
         _send(connection, answer)
 
 

@@ -227,6 +227,25 @@ def open_update(update: WeightUpdate) -> dict[str, Tensor]:
     return tensors
 
 
+def open_whole(update: WeightUpdate) -> dict[str, Tensor]:
+    """The update's tensors, whole and proved, whoever published which rows of them."""
+    pieces: dict[str, list[tuple[int, Tensor]]] = {}
+    for part in update.parts or (update,):
+        opened = open_update(part)
+        found = fingerprints(opened, on_device=part.transport == "cuda")
+        for info in part.tensors:
+            if found[info.name] != info.fingerprint:
+                raise WeightMismatch(
+                    f"version {update.version}: {info.key} arrived with another checksum than published"
+                )
+            pieces.setdefault(info.name, []).append((info.first_row, opened[info.name]))
+    for held in pieces.values():
+        held.sort(key=lambda piece: piece[0])
+    return {
+        name: held[0][1] if len(held) == 1 else torch.cat([rows for _, rows in held]) for name, held in pieces.items()
+    }
+
+
 def receive(update: WeightUpdate, into: Mapping[str, Tensor]) -> None:
     """Copy the update's tensors into those of the same names, from the first place that can be reached."""
     distinct = {id(tensor): name for name, tensor in into.items()}

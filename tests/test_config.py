@@ -215,6 +215,41 @@ def test_a_value_out_of_range_is_refused(key: str, value: Any, why: str) -> None
             {"trainer": {"ranks": 2}, "run": {"runtime": "inline"}},
             "trainer.ranks = 2 are processes, and run.runtime = inline has one; set run.runtime = local or ranks = 1",
         ),
+        (
+            {"engine": {"kind": "vllm"}},
+            "engine.kind = vllm needs servers: name an interpreter that has vLLM in engine.vllm_python, or servers "
+            "that run already in engine.urls",
+        ),
+        (
+            {"engine": {"urls": "http://a:1"}},
+            "engine.urls is for vLLM servers, and engine.kind = embedded; set engine.kind = vllm or leave it out",
+        ),
+        (
+            {"engine": {"kind": "vllm", "urls": "http://a:1", "vllm_python": "p"}},
+            "engine.urls names servers that run already, and engine.vllm_python says to start them; leave one out",
+        ),
+        (
+            {"engine": {"kind": "vllm", "urls": "http://a:1", "vllm_args": "--x"}},
+            "engine.vllm_args is for servers that are started here, and engine.urls names some that run already; "
+            "give it to those who start them",
+        ),
+        (
+            {"engine": {"kind": "vllm", "urls": "http://a:1, http://b:1"}},
+            "engine.urls names 2 servers, and engine.count = 1; set engine.count = 2",
+        ),
+        (
+            {"engine": {"kind": "vllm", "urls": "a:8000"}},
+            "engine.urls names a:8000, which is no server's address; write it like http://host:8000",
+        ),
+        (
+            {"engine": {"kind": "vllm", "vllm_python": "p"}, "run": {"deterministic": True}},
+            "run.deterministic is the embedded engine's, and engine.kind = vllm; turn it off",
+        ),
+        (
+            {"engine": {"kind": "vllm", "vllm_python": "p"}, "sampling": {"top_k": 5, "temperature": 0.7}},
+            "with top-k or top-p, vLLM gives log-probs of the full distribution at temperature 1 only; set "
+            "sampling.temperature = 1 and evaluate.temperature to 0 or 1, or sampling.top_k = 0 and sampling.top_p = 1",
+        ),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(sections: dict[str, Any], said: str) -> None:
@@ -234,6 +269,9 @@ def test_values_that_contradict_each_other_are_refused(sections: dict[str, Any],
         {"engine": {"device": "cuda:0,cuda:1", "count": 2}},
         {"trainer": {"device": "cuda:0,cuda:1", "ranks": 2}},
         {"trainer": {"ranks": 8}},
+        {"engine": {"kind": "vllm", "urls": "http://a:8000/, https://b", "count": 2}},
+        {"engine": {"kind": "vllm", "vllm_python": "p"}, "sampling": {"top_p": 0.9, "temperature": 1.0}},
+        {"engine": {"kind": "vllm", "vllm_python": "p"}, "sampling": {"temperature": 0.7}},
         {"trainer": {"lr": 1}},
     ],
 )

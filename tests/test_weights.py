@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,17 @@ from training import make_batch, make_trainer
 from headway.errors import InvariantBroken, WeightMismatch, WeightsUnreachable
 from headway.models import load_model, named_weights
 from headway.types import WeightUpdate
-from headway.weights import Publisher, ShadowWeights, digest, fingerprint, fingerprints, open_update
+from headway.weights import (
+    Publisher,
+    ShadowWeights,
+    as_part,
+    digest,
+    fingerprint,
+    fingerprints,
+    joined,
+    open_update,
+    open_whole,
+)
 
 
 @pytest.fixture
@@ -408,3 +419,25 @@ def test_where_memory_has_no_name_of_its_own_a_file_takes_its_place(monkeypatch:
     assert equal(open_update(update), numbered(6.0)) and not update.location.startswith("/proc/")
     publisher.close()
     assert not os.path.exists(update.location)
+
+
+def test_an_update_in_parts_is_opened_whole_and_every_piece_is_proved() -> None:
+    whole = {"a": torch.arange(14.0).reshape(7, 2), "b": torch.arange(3.0)}
+    publishers = [Publisher(), Publisher()]
+    borders = {"a": (4, 7), "b": (2, 3)}
+    parts = []
+    for number, publisher in enumerate(publishers):
+        rows = {name: range(first) if number == 0 else range(first, end) for name, (first, end) in borders.items()}
+        held = {name: whole[name][mine.start : mine.stop].clone() for name, mine in rows.items()}
+        placed = {name: (mine, len(whole[name])) for name, mine in rows.items()}
+        parts.append(as_part(publisher.publish(1, held), placed))
+    try:
+        update = joined(parts[::-1])
+        assert equal(open_whole(update), whole)
+        wrong = replace(parts[1].tensors[0], fingerprint="0")
+        spoilt = replace(parts[1], tensors=(wrong, *parts[1].tensors[1:]))
+        with pytest.raises(WeightMismatch, match="arrived with another checksum"):
+            open_whole(joined([parts[0], spoilt]))
+    finally:
+        for publisher in publishers:
+            publisher.close()

@@ -1,0 +1,188 @@
+"""One vLLM server over HTTP: every call has a deadline, and what goes wrong is one sentence.
+
+Invariant that lives here:
+ 15. Nothing hangs: a call that is not answered in time, and a stream that brings nothing for as long, fail by name.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from headway.engine.vllm import wire
+from headway.engine.vllm.wire import Message, Part, ServerFailed
+from headway.errors import ConfigError, DeadlineExceeded, RequestRefused
+
+LOOK_S = 30.0
+"""For answers a server has at hand: its health, its metrics, its settings."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a server says of itself at start-up."""
+
+    version: str
+    model: str
+    context: int
+    logprobs_mode: str
+    kv_tokens: int
+    has_spans: bool
+
+    @property
+    def endpoint(self) -> str:
+        return wire.GENERATE if self.has_spans else wire.COMPLETIONS
+
+
+class Client:
+    """`address` is http://host:port, or the path of the Unix-domain socket of a server on this machine."""
+
+    def __init__(self, address: str, deadline_s: float):
+        self.name = f"the vLLM server at {address}" if address.startswith("http") else "the vLLM server"
+        self._deadline_s = deadline_s
+        # No limit here on connections: how many requests are under way is the engine's business.
+        connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0)
+        if not address.startswith("http"):
+            connector, address = aiohttp.UnixConnector(address, limit=0), "http://localhost"
+        self._session = aiohttp.ClientSession(address, connector=connector)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    # Calls
+
+    async def get(self, path: str, params: dict[str, str] | None = None) -> tuple[int, str]:
+        """Status and body of what a server has at hand."""
+        async with self._asked("GET", path, LOOK_S, params=params) as response:
+            return response.status, await response.text()
+
+    async def post(self, path: str, body: Message | None = None, params: dict[str, str] | None = None) -> Any:
+        """The answer's JSON. An answer of 4xx is a refusal, one of 5xx a failure of the server."""
+        async with self._asked("POST", path, self._deadline_s, params=params, json=body) as response:
+            return await self._json(path, response)
+
+    async def stream(self, path: str, body: Message) -> AsyncGenerator[Part, None]:
+        """The parts of a generation, as they come; the last has a `finish`."""
+        async with self._asked("POST", path, self._deadline_s, is_stream=True, json=body) as response:
+            if response.status != 200:
+                await self._json(path, response)
+            finished = False
+            async for message in _events(response.content):
+                part = wire.part_of(message)
+                if part is not None:
+                    finished = bool(part.finish)
+                    yield part
+            if not finished:
+                raise ServerFailed("it ended a stream in the middle")
+
+    async def _json(self, path: str, response: aiohttp.ClientResponse) -> Any:
+        text = await response.text()
+        if 400 <= response.status < 500:
+            raise RequestRefused(f"{self.name} refused {path}: {wire.text_error(text)}")
+        if response.status != 200:
+            raise ServerFailed(f"{path} answered {response.status}: {wire.text_error(text)}")
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ServerFailed(f"{path} answered what is not JSON") from error
+
+    @asynccontextmanager
+    async def _asked(
+        self, method: str, path: str, seconds: float, is_stream: bool = False, **kwargs: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A stream may last; then the deadline is for each piece of it."""
+        timeout = aiohttp.ClientTimeout(total=None if is_stream else seconds, sock_read=seconds, sock_connect=LOOK_S)
+        # The errors of a foreign library become ours here.
+        try:
+            async with self._session.request(method, path, timeout=timeout, **kwargs) as response:
+                yield response
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self.name} did not answer {path} within {seconds:g} s") from error
+        except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
+            raise ServerFailed(f"{path}: {error or type(error).__name__}") from error
+
+    # What it is
+
+    async def facts(self) -> Facts:
+        """What the server says of itself; what it is not, or lacks, is one sentence."""
+        version = await self._version()
+        if (await self.get("/is_paused"))[0] == 404:
+            raise ConfigError(
+                f"{self.name} has no endpoints for weights; start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+            )
+        settings = (await self._look("/server_info", {"config_format": "json"}))["vllm_config"]
+        model, cache = settings["model_config"], settings["cache_config"]
+        served = (await self._look("/v1/models"))["data"][0]
+        return Facts(
+            version=version,
+            model=served["id"],
+            context=int(served["max_model_len"]),
+            logprobs_mode=model.get("logprobs_mode", wire.RAW),
+            kv_tokens=(cache.get("num_gpu_blocks") or 0) * (cache.get("block_size") or 0),
+            has_spans=await self._has_spans(),
+        )
+
+    async def _version(self) -> str:
+        what = f"{self.name} is none that answers as vLLM does; check engine.urls"
+        # Whatever listens there, if anything does, may answer anything.
+        try:
+            status, text = await self.get("/version")
+            version = json.loads(text)["version"]
+        except (ServerFailed, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{what} ({' '.join(str(error).split())[:200]})") from error
+        if status != 200 or not isinstance(version, str):
+            raise ConfigError(what)
+        return version
+
+    async def _has_spans(self) -> bool:
+        """Whether it stamps tokens with the version of the weights, and can be told that version."""
+        # Asked of its own listing: an endpoint that is switched off is there all the same, and refuses every call.
+        listed: Message = (await self._look("/openapi.json"))["paths"]
+        return {wire.GENERATE, "/update_weight_version"} <= listed.keys()
+
+    async def _look(self, path: str, params: dict[str, str] | None = None) -> Any:
+        status, text = await self.get(path, params)
+        if status != 200:
+            said = wire.text_error(text)
+            raise ConfigError(f"{self.name} answers {path} with {status} ({said}); start it without what forbids that")
+        return json.loads(text)
+
+    async def metrics(self) -> dict[str, float]:
+        status, text = await self.get("/metrics")
+        if status != 200:
+            raise ServerFailed(f"/metrics answered {status}")
+        return wire.metrics_of(text)
+
+    async def is_healthy(self) -> bool:
+        return (await self.get("/health"))[0] == 200
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[Message]:
+    """Server-sent events as JSON, up to `[DONE]`; of any length, which reading line by line would not be."""
+    pending = b""
+    async for piece in content.iter_any():
+        *events, pending = (pending + piece).split(b"\n\n")
+        for event in events:
+            data = event.strip().removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                return
+            try:
+                message = json.loads(data)
+            except ValueError as error:
+                raise ServerFailed(f"a stream brought what is not JSON: {data[:80]!r}") from error
+            yield message
+
+
+async def until_healthy(client: Client, seconds: float, look_s: float = 0.2) -> None:
+    """Wait for a server that is starting."""
+    async with asyncio.timeout(seconds):
+        while True:
+            try:
+                if await client.is_healthy():
+                    return
+            except ServerFailed:
+                pass  # not listening yet
+            await asyncio.sleep(look_s)

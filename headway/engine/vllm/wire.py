@@ -1,0 +1,194 @@
+"""What is said to a vLLM server and what it answers, as plain values: no sockets here.
+
+Two endpoints can generate. `/inference/v1/generate` is token in, token out, and its last chunk says which weights
+sampled which tokens (spans); it exists with `--enable-scale-out`. `/v1/completions` is on every server and knows
+nothing of versions. Log-probs come with the sampled token (`logprobs = 0`), at the temperature it was sampled at:
+under `--logprobs-mode processed_logprobs` vLLM gives log-softmax(logits ÷ temperature) after top-k and top-p, under
+`raw_logprobs` log-softmax(logits). The first is what we want of a full distribution, the second of a cut one at
+temperature 1.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from headway.errors import InvariantBroken, RequestRefused
+from headway.types import Floats, Ints, Request, Sampling
+
+Message = dict[str, Any]
+
+GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
+_NAME_PREFIX = "generate-tokens-"  # what the server puts before the name we give a request
+
+
+class ServerFailed(Exception):
+    """The server answered with an error of its own, nonsense, or not at all."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens `start` to `end` of one submission were sampled by the weights of `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one chunk of a stream brings. `finish` is the server's word for why it ended, or empty."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish: str
+    spans: tuple[Span, ...] | None
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One call for the rest of a completion: the prompt and what was sampled before, and how to go on."""
+
+    name: str
+    tokens: list[int]
+    sampling: Sampling
+    max_tokens: int
+    seed: int
+    salt: str
+
+
+def seed_of(request: Request, position: int) -> int:
+    """A seed for the tokens from `position` on: the same for the same request, whoever serves it."""
+    return xxhash.xxh3_64_intdigest(f"{request.seed}/{request.key}/{position}".encode()) >> 1
+
+
+def logprobs_mode(top_k: int, top_p: float) -> str:
+    """The mode in which a server gives log-probs before top-k and top-p."""
+    return RAW if top_k > 0 or top_p < 1 else PROCESSED
+
+
+def check_mode(sampling: Sampling, mode: str, what: str) -> None:
+    """Refuse what the server's log-probs would be wrong for: they must be those before top-k and top-p."""
+    if mode == RAW and sampling.temperature not in (0.0, 1.0):
+        raise RequestRefused(f"{what} is sampled at temperature {sampling.temperature:g}, and the server gives {RAW}")
+    if mode == PROCESSED and logprobs_mode(sampling.top_k, sampling.top_p) == RAW and sampling.temperature > 0:
+        raise RequestRefused(f"{what} is sampled with top-k or top-p, and the server gives {PROCESSED}")
+
+
+def _sampling_params(submission: Submission) -> Message:
+    sampling = submission.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,  # said, because a model's generation_config.json may say otherwise
+        "max_tokens": submission.max_tokens,
+        "seed": submission.seed,
+        "logprobs": 0,
+        # Only the stop tokens of the request count, among them the model's own end of text.
+        "ignore_eos": True,
+        "stop_token_ids": list(sampling.stop_tokens),
+        "stop": list(sampling.stop_strings),
+    }
+
+
+def generate_body(submission: Submission, chunk_tokens: int) -> Message:
+    params = _sampling_params(submission)
+    params |= {"detokenize": bool(submission.sampling.stop_strings), "stream_interval": chunk_tokens}
+    return {
+        "request_id": submission.name,
+        "token_ids": submission.tokens,
+        "sampling_params": params,
+        "cache_salt": submission.salt,
+        "stream": True,
+    }
+
+
+def completions_body(submission: Submission, model: str) -> Message:
+    return {
+        "model": model,
+        "prompt": submission.tokens,
+        "cache_salt": submission.salt,
+        "return_token_ids": True,
+        "stream": True,
+        **_sampling_params(submission),
+    }
+
+
+def abort_body(name: str) -> Message:
+    return {"request_ids": [_NAME_PREFIX + name]}
+
+
+def part_of(message: Message) -> Part | None:
+    """One event of either endpoint's stream; None for those that carry no tokens, such as usage."""
+    if "error" in message:
+        raise ServerFailed(error_in(message))
+    if not message.get("choices"):
+        return None
+    choice = message["choices"][0]
+    tokens = choice.get("token_ids") or []
+    return Part(tokens, _logprobs(choice.get("logprobs")), choice.get("finish_reason") or "", _spans(choice))
+
+
+def _logprobs(found: Message | None) -> list[float]:
+    if found is None:
+        return []
+    if "token_logprobs" in found:  # /v1/completions
+        return list(found["token_logprobs"])
+    return [entry["logprob"] for entry in found["content"] or []]
+
+
+def _spans(choice: Message) -> tuple[Span, ...] | None:
+    found = choice.get("weight_versions")
+    if found is None:
+        return None
+    try:
+        return tuple(Span(int(span["version"]), span["start"], span["end"]) for span in found)
+    except ValueError as error:
+        raise InvariantBroken(f"the server stamps tokens with a version that is not ours ({error})") from error
+
+
+def score_body(tokens: Ints, model: str, endpoint: str) -> Message:
+    """Ask for the log-probs of a prompt's own tokens; the one token that has to be sampled is ignored."""
+    params = {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}
+    if endpoint == COMPLETIONS:
+        return {"model": model, "prompt": tokens.tolist(), **params}
+    return {"token_ids": tokens.tolist(), "sampling_params": {**params, "detokenize": False}}
+
+
+def scores_of(answer: Message, tokens: Ints) -> Floats:
+    """Log-probs of `tokens`, each given those before it; 0 for the first."""
+    found = answer.get("prompt_logprobs") or answer["choices"][0].get("prompt_logprobs")
+    if found is None or len(found) != len(tokens):
+        raise ServerFailed(f"asked for the log-probs of {len(tokens)} tokens, got {len(found or [])}")
+    values = [0.0] + [entry[str(token)]["logprob"] for entry, token in zip(found[1:], tokens[1:].tolist(), strict=True)]
+    return np.array(values, np.float32)
+
+
+def error_in(answer: Any) -> str:
+    """The sentence of an error answer, on one line."""
+    error = answer.get("error", answer.get("detail", answer)) if isinstance(answer, dict) else answer
+    said = error.get("message", error) if isinstance(error, dict) else error
+    return " ".join(str(said).split())[:300]
+
+
+def text_error(body: str) -> str:
+    try:
+        return error_in(json.loads(body))
+    except ValueError:
+        return " ".join(body.split())[:300]
+
+
+def metrics_of(text: str) -> dict[str, float]:
+    """Prometheus' text format: values by name, those of several labels added up."""
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            name = name.partition("{")[0].removeprefix("vllm:")
+            values[name] = values.get(name, 0.0) + float(value)
+    return values

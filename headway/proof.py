@@ -1,0 +1,54 @@
+"""Proof by score: that an engine which repacks weights runs those that were published.
+
+Such an engine has no bytes to take checksums of. It is asked for the log-probs of a fixed probe instead, and so is the
+trainer. What engine and trainer differ by under the same weights is arithmetic; what two versions differ by is
+training. Mean absolute differences, not largest: one unlikely token in 16 bits may be off by half a nat.
+"""
+
+import numpy as np
+
+from headway.errors import WeightMismatch
+from headway.types import Floats, Scores
+
+BOUND = {"float32": 0.01, "bfloat16": 0.25}
+"""The largest mean |Δ log-prob| of engine and trainer under the same weights. Seen with vLLM 0.32 on a CPU: 1e-6 in
+float32, 0.04 in bfloat16; other weights of the same shape differ by 1 and more."""
+_DECIDES = 2.0
+"""Versions whose scores differ by this many times the arithmetic's differences can be told apart."""
+_NEGLIGIBLE = 1e-4
+"""Versions that differ by this part of the bound may look the same to an engine that rounds otherwise."""
+
+
+def distance(one: tuple[Floats, ...], other: tuple[Floats, ...]) -> float:
+    """The mean absolute difference of two scores of the same tokens, first tokens left out."""
+    pairs = zip(one, other, strict=True)
+    return float(np.mean(np.abs(np.concatenate([(a - b)[1:] for a, b in pairs]))))
+
+
+class ScoreProof:
+    """What one engine proved before, and whether the next load is one."""
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self._before: tuple[Scores, Scores] | None = None
+
+    def check(self, engine: str, scores: Scores, reference: Scores) -> None:
+        """Raise unless the engine's scores are those of the reference's weights, and not of the version before."""
+        off, bound = distance(scores.logprobs, reference.logprobs), BOUND[self._dtype]
+        what = f"{engine} does not run version {reference.version}"
+        if not off <= bound:
+            raise WeightMismatch(f"{what}: its probe is off by {off:.3g} nats a token, and {bound:g} is the bound")
+        if self._before is not None and self._before[1].version != reference.version:
+            self._check_it_moved(what, scores, reference)
+        self._before = scores, reference
+
+    def _check_it_moved(self, what: str, scores: Scores, reference: Scores) -> None:
+        assert self._before is not None
+        before, old = self._before
+        moved = distance(reference.logprobs, old.logprobs)
+        is_same = all(np.array_equal(a, b) for a, b in zip(scores.logprobs, before.logprobs, strict=True))
+        if is_same and moved > _NEGLIGIBLE * BOUND[self._dtype]:
+            raise WeightMismatch(f"{what}: it scores the probe exactly as under version {old.version}")
+        nearer_to_old = distance(scores.logprobs, old.logprobs) < distance(scores.logprobs, reference.logprobs)
+        if nearer_to_old and moved > _DECIDES * distance(before.logprobs, old.logprobs):
+            raise WeightMismatch(f"{what}: its probe is that of version {old.version}")

@@ -1,0 +1,720 @@
+"""The vLLM engine against a small server that speaks vLLM's wire format: swaps at exact moments, and everything that
+can go wrong with a server, in seconds. What real servers do is in test_vllm.py.
+
+Invariant 3: versions are the engine's. Invariant 15: nothing hangs.
+"""
+
+import asyncio
+import dataclasses
+import io
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import psutil
+import pytest
+from aiohttp import web
+from driving import group_of, make_request, plain_model, prompt, teacher_forced
+from system import check_finished, events_of, make_config
+from vllm_servers import Watched, complete
+from vllm_wire import WireServer
+
+from headway import launch
+from headway.config import EngineSection
+from headway.engine.vllm import VllmEngine, wire
+from headway.engine.vllm.live import Slots
+from headway.engine.vllm.served import ServedModel
+from headway.engine.vllm.server import Server, arguments, check_interpreter, environment
+from headway.engine.vllm.wire import PROCESSED, RAW, Submission
+from headway.errors import ConfigError, DeadlineExceeded, InvariantBroken, RequestRefused, WeightMismatch, WorkerDied
+from headway.events import Event
+from headway.models import named_weights
+from headway.types import Chunk, Completion, Sampling, StopReason
+from headway.view import PlainView
+from headway.weights import Publisher
+
+T = TypeVar("T")
+BOUND = 1e-5
+both = pytest.mark.parametrize("spans", [True, False], ids=["spans", "no spans"])
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+@asynccontextmanager
+async def engine_on(
+    server: WireServer, path: str, deadline_s: float = 20.0, mode: str = PROCESSED, **settings: Any
+) -> AsyncIterator[VllmEngine]:
+    section = EngineSection(**{"kind": "vllm", "urls": server.url, "chunk_tokens": 4, **settings})
+    engine = VllmEngine(path, "float32", section, server.url, mode, deadline_s)
+    await engine.open()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def pair(path: str, spans: bool = True, **settings: Any) -> AsyncIterator[tuple[WireServer, VllmEngine]]:
+    async with WireServer(path, scale_out=spans).listening() as server, engine_on(server, path, **settings) as engine:
+        yield server, engine
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def steps(server: WireServer, number: int) -> None:
+    """Let the server take so many steps, and no more."""
+    server.budget = number
+    await until(lambda: server.budget == 0)
+
+
+class Updates:
+    """Other weights under each next version."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.models, self.publisher = path, [plain_model(path)], Publisher()
+
+    async def stage(self, engine: VllmEngine) -> int:
+        version = len(self.models)
+        self.models.append(plain_model(self.path, noise_seed=version))
+        await engine.stage_weights(self.publisher.publish(version, named_weights(self.models[-1])))
+        return version
+
+    async def swap(self, engine: VllmEngine, kv: Any) -> Any:
+        return await engine.swap(await self.stage(engine), kv)
+
+    def check(self, one: Watched, completion: Completion, num_given: int = 0) -> None:
+        """Each token's log-prob is that of the weights it is stamped with; chunks tell the same as the completion."""
+        tokens = np.concatenate([one.request.tokens, completion.tokens])
+        rows = np.stack([teacher_forced(model, tokens) for model in self.models])
+        exact = rows[completion.versions, np.arange(len(one.request.tokens), len(tokens))]
+        assert np.abs(exact - completion.logprobs)[num_given:].max() < BOUND
+        for name in ("tokens", "logprobs", "versions"):
+            told = np.concatenate([getattr(chunk, name) for chunk in one.chunks])
+            assert np.array_equal(told, getattr(completion, name)[num_given:])
+
+
+# Swaps
+
+
+@both
+@pytest.mark.parametrize("kv", ["recompute", "keep", "drain"])
+def test_invariant_3_every_token_is_stamped_with_the_weights_that_sampled_it(
+    tiny_model: str, spans: bool, kv: Any
+) -> None:
+    """At the first swap one group is under way and another is not begun; at the second all are under way."""
+    if kv == "keep" and not spans:
+        return
+
+    async def scenario() -> None:
+        async with pair(tiny_model, spans, kv_on_swap=kv) as (server, engine):
+            updates = Updates(tiny_model)
+            server.budget = 0
+            first = [Watched(engine, request) for request in group_of(2, prompt(9), 0, max_tokens=25)]
+            await until(lambda: len(server.jobs) == 2)
+            await steps(server, 7)
+            # The same prompt: what the cache holds of it was computed by the weights that are about to go.
+            second = [Watched(engine, request) for request in group_of(2, prompt(9), 1, max_tokens=25)]
+            await until(lambda: len(server.jobs) == 4)
+            swapping = asyncio.create_task(updates.swap(engine, kv))
+            if kv == "drain":
+                await until(lambda: not engine._slots._open.is_set())
+                third = Watched(engine, make_request(prompt(9), 2))
+                server.budget = None
+            report = await swapping
+            assert report.num_interrupted == (0 if kv == "drain" else 2)
+            num_told = 5 if spans else 7  # with spans tokens are streamed by fours after the first
+            assert report.num_recomputed == {"recompute": 4 * 9 + 2 * num_told, "keep": 2 * 9, "drain": 0}[kv]
+            if kv == "drain":
+                assert set((await third.task).versions) == {1}
+            else:
+                await until(lambda: len(server.jobs) == 4)
+                await steps(server, 6)
+                await updates.swap(engine, kv)
+            server.budget = None
+            for one in [*first, *second]:
+                completion = await one.task
+                updates.check(one, completion)
+                if kv == "drain":
+                    assert set(completion.versions) == {0}
+                else:
+                    num_old = 7 if one in first else 0
+                    assert completion.versions.tolist() == [0] * num_old + [1] * 6 + [2] * (19 - num_old)
+            assert server.num_stale_prompts == 0 and (server.version != "default") == spans
+            assert (await engine.stats()).num_generated == 100 + (24 if kv == "drain" else 0)
+
+    run(scenario())
+
+
+def test_tokens_of_unknown_version_are_told_only_when_the_server_has_said_it(tiny_model: str) -> None:
+    """The server streams by fours: what it held back at the swap comes after it, mixed with what is newer."""
+
+    async def scenario() -> None:
+        async with pair(tiny_model) as (server, engine):
+            updates = Updates(tiny_model)
+            server.budget = 0
+            one = Watched(engine, make_request(prompt(9), max_tokens=20))
+            await until(lambda: len(server.jobs) == 1)
+            await steps(server, 7)
+            await until(lambda: sum(len(chunk.tokens) for chunk in one.chunks) == 5)
+            await updates.swap(engine, "recompute")
+            await steps(server, 6)
+            await asyncio.sleep(0.05)
+            assert sum(len(chunk.tokens) for chunk in one.chunks) == 5
+            server.budget = None
+            completion = await one.task
+            assert completion.versions.tolist() == [0] * 7 + [1] * 13
+            updates.check(one, completion)
+
+    run(scenario())
+
+
+def test_spans_that_contradict_what_is_known_stop_the_run(tiny_model: str) -> None:
+    async def scenario() -> None:
+        async with pair(tiny_model) as (server, engine):
+            server.version = "3"  # somebody else told the server
+            with pytest.raises(InvariantBroken, match="a token of version 0 was sampled by 3, the server says"):
+                await complete(engine, make_request(prompt(9)))
+            server.version = "mine"
+            with pytest.raises(InvariantBroken, match="a version that is not ours"):
+                await complete(engine, make_request(prompt(9)))
+
+    run(scenario())
+
+
+def test_weights_are_staged_in_order_and_only_what_was_staged_is_swapped_in(tiny_model: str) -> None:
+    async def scenario() -> None:
+        async with pair(tiny_model) as (_, engine):
+            updates = Updates(tiny_model)
+            with pytest.raises(InvariantBroken, match="version 1 was not staged"):
+                await engine.swap(1, "recompute")
+            await updates.swap(engine, "recompute")
+            stale = Publisher().publish(1, named_weights(updates.models[0]))
+            with pytest.raises(InvariantBroken, match="versions never go back"):
+                await engine.stage_weights(stale)
+            damaged = updates.publisher.publish(2, named_weights(updates.models[0]))
+            wrong = dataclasses.replace(damaged.tensors[3], fingerprint="0")
+            damaged = dataclasses.replace(damaged, tensors=(*damaged.tensors[:3], wrong, *damaged.tensors[4:]))
+            with pytest.raises(WeightMismatch, match=f"{wrong.name} arrived with another checksum"):
+                await engine.stage_weights(damaged)
+            files = engine._host.files
+            kept = {path.name for path in files.root.iterdir()}
+            assert kept == {"served", "version-1"} and files.root.stat().st_mode & 0o077 == 0
+            await updates.swap(engine, "recompute")
+            assert {path.name for path in files.root.iterdir()} == {"served", "version-2"}
+        assert not files.root.exists()
+
+    run(scenario())
+
+
+def test_a_load_that_fails_ends_everything_with_its_cause(tiny_model: str) -> None:
+    async def scenario() -> None:
+        async with pair(tiny_model) as (server, engine):
+            server.budget = 0
+            one = Watched(engine, make_request(prompt(9)))
+            await until(lambda: len(server.jobs) == 1)
+            server.broken["/collective_rpc"] = 500
+            with pytest.raises(WeightMismatch, match="could not load version 1: /collective_rpc answered 500: out of"):
+                await Updates(tiny_model).swap(engine, "recompute")
+            for call in (one.task, engine.stats(), complete(engine, make_request(prompt(9), 1))):
+                with pytest.raises(WeightMismatch, match="could not load version 1"):
+                    await call
+
+    run(scenario())
+
+
+# Requests
+
+
+@both
+def test_aborts_end_requests_wherever_they_are(tiny_model: str, spans: bool) -> None:
+    async def scenario() -> None:
+        async with pair(tiny_model, spans, max_num_seqs=2) as (server, engine):
+            updates = Updates(tiny_model)
+            server.budget = 0
+            first, second, waiting = (Watched(engine, request) for request in group_of(3, prompt(9)))
+            await until(lambda: len(server.jobs) == 2)
+            assert (await engine.stats()).waiting == 1
+            await engine.abort(waiting.request.key)
+            assert (await waiting.task).stop is StopReason.ABORTED and not waiting.chunks
+            await steps(server, 5)
+            await until(lambda: bool(first.chunks) and bool(second.chunks))
+            await engine.abort(first.request.key)
+            await updates.swap(engine, "recompute")
+            await until(lambda: len(server.jobs) == 1)
+            await steps(server, 5)
+            await until(lambda: len(engine._lives[second.request.key.__str__()].tokens) > 5)
+            await engine.abort(second.request.key)
+            for one in (first, second):
+                completion = await one.task
+                assert completion.stop is StopReason.ABORTED
+                updates.check(one, completion)
+            assert set((await second.task).versions) == {0, 1}
+            await until(lambda: not server.jobs)
+
+    run(scenario())
+
+
+@both
+def test_a_stop_string_across_the_border_of_two_submissions_ends_the_completion(tiny_model: str, spans: bool) -> None:
+    async def scenario() -> None:
+        async with pair(tiny_model, spans) as (server, engine):
+            request = make_request(prompt(9), max_tokens=30)
+            _, whole = await complete(engine, request)
+            given = Chunk(whole.tokens[:4], whole.logprobs[:4], whole.versions[:4])
+            _, continued = await complete(engine, dataclasses.replace(request, sampled=given))
+            border = engine._decode_text(continued.tokens[3:5].tolist())
+            sampling = dataclasses.replace(request.sampling, stop_strings=(border,))
+            asked = dataclasses.replace(request, sampled=given, sampling=sampling)
+            _, stopped = await complete(engine, asked)
+            assert np.array_equal(stopped.tokens, continued.tokens[:5]) and stopped.stop is StopReason.STOP
+            await until(lambda: not server.jobs)
+            num_bodies = len(server.bodies)
+            sampled = Chunk(continued.tokens[:20], continued.logprobs[:20], continued.versions[:20])
+            _, known = await complete(engine, dataclasses.replace(asked, sampled=sampled))
+            assert np.array_equal(known.tokens, continued.tokens[:5]) and len(server.bodies) == num_bodies
+
+    run(scenario())
+
+
+def test_no_more_requests_run_than_sequences_are_allowed_and_urgent_ones_go_first(tiny_model: str) -> None:
+    async def scenario() -> None:
+        async with pair(tiny_model, max_num_seqs=2) as (server, engine):
+            server.budget = 0
+            running = [Watched(engine, request) for request in group_of(2, prompt(9), 0, max_tokens=3)]
+            await until(lambda: len(server.jobs) == 2)
+            waiting = [Watched(engine, request) for request in group_of(2, prompt(9), 1, max_tokens=3)]
+            urgent = Watched(engine, make_request(prompt(9), 2, max_tokens=3, urgent=True, stream="eval"))
+            await asyncio.sleep(0.02)
+            assert len(server.jobs) == 2 and (await engine.stats()).waiting == 3
+            server.budget = None
+            await asyncio.gather(*(one.task for one in [*running, *waiting, urgent]))
+            names = [body["request_id"] for body in server.bodies]
+            assert names[2].startswith("eval/2/0/0/")
+            assert (await engine.stats()).num_generated == 4 * 3, "only training rollouts are counted"
+
+    run(scenario())
+
+
+def test_a_slot_asked_for_and_given_up_is_given_to_the_next() -> None:
+    async def scenario() -> None:
+        slots = Slots(1)
+        await slots.take(False)
+        leaving, staying = (asyncio.create_task(slots.take(False)) for _ in range(2))
+        await asyncio.sleep(0)
+        slots.give_back()  # goes to the first, which is cancelled before it runs
+        leaving.cancel()
+        await asyncio.wait_for(staying, 5)
+        assert leaving.cancelled() and slots.num_waiting == 0
+
+    run(scenario())
+
+
+def test_a_key_in_use_is_refused_and_free_again_afterwards(tiny_model: str) -> None:
+    async def scenario() -> None:
+        async with pair(tiny_model) as (server, engine):
+            server.budget = 0
+            request = make_request(prompt(9))
+            one = Watched(engine, request)
+            await until(lambda: len(server.jobs) == 1)
+            with pytest.raises(RequestRefused, match="is already being generated"):
+                await complete(engine, request)
+            one.task.cancel()
+            await asyncio.gather(one.task, return_exceptions=True)
+            await until(lambda: not server.jobs)
+            server.budget = None
+            assert len((await complete(engine, request))[1].tokens) == 24
+
+    run(scenario())
+
+
+def test_stats_are_the_servers_metrics_and_our_own_counts(tiny_model: str) -> None:
+    async def scenario() -> None:
+        async with pair(tiny_model) as (_, engine):
+            for trajectory in range(2):
+                await complete(engine, make_request(prompt(9), trajectory=trajectory))
+            stats = await engine.stats()
+            assert (stats.version, stats.running, stats.waiting, stats.num_generated) == (0, 0, 0, 48)
+            assert (stats.num_prefilled, stats.kv_used, stats.kv_total) == (9, 512, 2048) and stats.busy_s > 0
+
+    run(scenario())
+
+
+# Servers that fail
+
+
+def test_an_engine_core_that_dies_fails_every_request_with_its_words(tiny_model: str) -> None:
+    async def scenario() -> None:
+        async with pair(tiny_model) as (server, engine):
+            server.budget = 0
+            watched = [Watched(engine, request) for request in group_of(3, prompt(9))]
+            await until(lambda: len(server.jobs) == 3)
+            await steps(server, 2)
+            server.fail("EngineCore encountered an issue.")
+            for one in watched:
+                with pytest.raises(WorkerDied, match=r"the vLLM server at http.* failed: EngineCore encountered"):
+                    await one.task
+            await until(lambda: engine._host.failure is not None)
+            with pytest.raises(WorkerDied, match="says that its engine is dead"):
+                await engine.stats()
+
+    run(scenario())
+
+
+def test_a_server_that_vanishes_fails_what_waits_for_it(tiny_model: str) -> None:
+    async def scenario() -> None:
+        async with WireServer(tiny_model).listening() as server, engine_on(server, tiny_model) as engine:
+            server.broken["/inference/v1/generate"] = 502
+            with pytest.raises(WorkerDied, match="/inference/v1/generate answered 502: out of order"):
+                await complete(engine, make_request(prompt(9)))
+            with pytest.raises(WorkerDied, match="answered 502"):
+                await engine.score((prompt(9),), 1.0)
+
+    run(scenario())
+
+
+def test_invariant_15_a_silent_server_is_named_when_its_deadline_has_passed(tiny_model: str) -> None:
+    async def scenario() -> None:
+        async with WireServer(tiny_model).listening() as server, engine_on(server, tiny_model, 1.0) as engine:
+            server.budget = 0
+            with pytest.raises(DeadlineExceeded, match="did not answer /inference/v1/generate within 1 s"):
+                await complete(engine, make_request(prompt(9)))
+            server.deaf.add("/pause")
+            with pytest.raises(DeadlineExceeded, match="did not answer /pause within 1 s"):
+                await Updates(tiny_model).swap(engine, "recompute")
+
+    run(scenario())
+
+
+def refusal(path: str, server: WireServer, mode: str = PROCESSED, **settings: Any) -> str:
+    async def scenario() -> None:
+        async with server.listening(), engine_on(server, path, mode=mode, **settings):
+            pass
+
+    with pytest.raises(ConfigError) as error:
+        run(scenario())
+    assert "\n" not in str(error.value)
+    return str(error.value).replace(server.url, "URL")
+
+
+def test_servers_that_do_not_fit_are_refused_in_one_sentence_each(
+    tiny_model: str, tiny_variant: Callable[[str], str]
+) -> None:
+    assert refusal(tiny_model, WireServer(tiny_model, dev_mode=False)) == (
+        "the vLLM server at URL has no endpoints for weights; start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+    )
+    assert refusal(tiny_model, WireServer(tiny_model, context=300)) == (
+        "the vLLM server at URL takes sequences of up to 300 tokens, and 512 are needed; start it with --max-model-len "
+        "512, or set engine.max_context = 300"
+    )
+    assert refusal(tiny_model, WireServer(tiny_model), mode=RAW) == (
+        "the vLLM server at URL gives processed_logprobs; start it with --logprobs-mode raw_logprobs"
+    )
+    assert "engine.kv_on_swap = keep needs that; start it with --enable-scale-out (vLLM 0.32), or set" in refusal(
+        tiny_model, WireServer(tiny_model, scale_out=False), kv_on_swap="keep"
+    )
+    more = refusal(tiny_model, WireServer(tiny_model, vocab_size=60))
+    assert more.startswith("the vLLM server at URL knows more than the 52 tokens of")
+    fewer = refusal(tiny_model, WireServer(tiny_model, vocab_size=40))
+    assert "knows fewer than the 52 tokens of" in fewer and "Token id 51 is out of vocabulary" in fewer
+    assert "set engine.weights_dir to a directory that both can see" in refusal(
+        tiny_model, broken(WireServer(tiny_model), "/collective_rpc")
+    )
+    assert refusal(tiny_model, broken(WireServer(tiny_model), "/v1/models", 401)) == (
+        "the vLLM server at URL answers /v1/models with 401 (out of order); start it without what forbids that"
+    )
+    other = WireServer(tiny_variant("llama-untied"))
+    other.stale_loads = True
+    assert "serves another model than" in refusal(
+        tiny_model, other
+    ) and "nats a token, and 0.01 is the bound" in refusal(tiny_model, other)
+
+
+def broken(server: WireServer, path: str, status: int = 500) -> WireServer:
+    server.broken[path] = status
+    return server
+
+
+def test_what_is_no_vllm_server_is_refused_in_one_sentence(tiny_model: str) -> None:
+    async def scenario(body: str, status: int) -> None:
+        app = web.Application()
+
+        async def page(request: web.Request) -> web.Response:
+            return web.Response(text=body, status=status)
+
+        app.add_routes([web.get("/version", page)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            section = EngineSection(kind="vllm", urls=url)
+            with pytest.raises(ConfigError, match=r"is none that answers as vLLM does; check engine\.urls") as error:
+                await VllmEngine(tiny_model, "float32", section, url, PROCESSED, 5.0).open()
+            assert url in str(error.value) and "\n" not in str(error.value)
+        finally:
+            await runner.cleanup()
+
+    for body, status in (("<html>\nhello</html>", 200), ("[]", 200), ('{"version": 3}', 200), ("{}", 404)):
+        run(scenario(body, status))
+
+
+def test_an_address_where_nobody_listens_is_refused_in_one_sentence(tiny_model: str) -> None:
+    section = EngineSection(kind="vllm", urls="http://127.0.0.1:9")
+    engine = VllmEngine(tiny_model, "float32", section, "http://127.0.0.1:9", PROCESSED, 5.0)
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9 is none that answers as vLLM does; check engine\.urls"):
+        run(engine.open())
+
+
+# Whole runs
+
+
+def train_on(server: WireServer, directory: Path, model: str) -> list[Event]:
+    """`headway train`, with everything in one process and one event loop, the server too."""
+
+    async def scenario() -> list[Event]:
+        async with server.listening():
+            engine = {"kind": "vllm", "urls": server.url, "max_num_seqs": 8, "kv_tokens": 0, "chunk_tokens": 4}
+            sections = {"engine": engine, "run": {"steps": 2, "deterministic": False}, "sampling": {"max_tokens": 6}}
+            config = make_config(directory, model, **sections, task={"eval": ""})
+            await launch.train(config, False, PlainView(io.StringIO()))
+            events = events_of(config)
+            check_finished(config, events)
+            return events
+
+    return run(scenario())
+
+
+@both
+def test_a_run_trains_on_a_server_and_proves_every_load(tmp_path: Path, tiny_model: str, spans: bool) -> None:
+    server = WireServer(tiny_model, scale_out=spans, context=32)
+    swapped = [event for event in train_on(server, tmp_path, tiny_model) if event.kind == "swapped"]
+    assert [event["version"] for event in swapped] == [0, 1, 2]
+    assert all(event["parity_max_abs"] < BOUND for event in swapped)
+    assert server.num_stale_prompts == 0
+
+
+def test_invariant_11_a_server_that_loads_nothing_stops_the_run(tmp_path: Path, tiny_model: str) -> None:
+    server = WireServer(tiny_model, context=32)
+    server.stale_loads = True
+    with pytest.raises(WeightMismatch, match="engine does not run version 1: "):
+        train_on(server, tmp_path, tiny_model)
+
+
+# What is said on the wire
+
+
+def test_a_request_is_said_in_the_words_of_either_endpoint() -> None:
+    sampling = Sampling(0.7, 0, 1.0, 99, (1, 5), ("end",))
+    submission = Submission("train/3/0/0/1/salt", [7, 8], sampling, 12, 345, "salt")
+    params = {
+        "temperature": 0.7,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": 12,
+        "seed": 345,
+        "logprobs": 0,
+        "ignore_eos": True,
+        "stop_token_ids": [1, 5],
+        "stop": ["end"],
+    }
+    assert wire.generate_body(submission, 16) == {
+        "request_id": "train/3/0/0/1/salt",
+        "token_ids": [7, 8],
+        "sampling_params": params | {"detokenize": True, "stream_interval": 16},
+        "cache_salt": "salt",
+        "stream": True,
+    }
+    assert wire.completions_body(submission, "policy") == params | {
+        "model": "policy",
+        "prompt": [7, 8],
+        "cache_salt": "salt",
+        "return_token_ids": True,
+        "stream": True,
+    }
+
+
+def test_seeds_depend_on_run_seed_key_and_position_and_fit_into_63_bits() -> None:
+    request = make_request(prompt(5))
+    others = [make_request(prompt(5), seed=8), make_request(prompt(5), group=1), make_request(prompt(5), trajectory=1)]
+    seeds = [wire.seed_of(request, 0), wire.seed_of(request, 7), *(wire.seed_of(other, 0) for other in others)]
+    assert len(set(seeds)) == 5 and all(0 <= seed < 2**63 for seed in seeds)
+    assert wire.seed_of(make_request(prompt(9)), 7) == seeds[1]
+
+
+@pytest.mark.parametrize(
+    ("mode", "sampling", "refused"),
+    [
+        (PROCESSED, Sampling(0.5), False),
+        (PROCESSED, Sampling(1.0, top_k=5), True),
+        (PROCESSED, Sampling(1.0, top_p=0.9), True),
+        (PROCESSED, Sampling(0.0, top_k=5), False),
+        (RAW, Sampling(1.0, top_k=5, top_p=0.9), False),
+        (RAW, Sampling(0.0), False),
+        (RAW, Sampling(0.5), True),
+    ],
+)
+def test_what_a_servers_logprobs_would_be_wrong_for_is_refused(mode: str, sampling: Sampling, refused: bool) -> None:
+    if refused:
+        with pytest.raises(RequestRefused):
+            wire.check_mode(sampling, mode, "a request")
+    else:
+        wire.check_mode(sampling, mode, "a request")
+
+
+def test_metrics_of_several_engines_are_added_up() -> None:
+    text = '# HELP a b\nvllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 4.0\nup 1\n'
+    assert wire.metrics_of(text) == {"num_requests_running": 7.0, "up": 1.0}
+
+
+# Starting a server
+
+
+def served(context: int = 512) -> ServedModel:
+    return ServedModel(True, 52, context, 1024, np.zeros(2, np.int32), np.zeros(2, np.float32))
+
+
+def test_knobs_become_arguments_of_the_server_and_the_users_own_come_last() -> None:
+    section = EngineSection(
+        kind="vllm", vllm_python="p", max_context=256, max_num_seqs=9, kv_tokens=4096, vllm_args="--a 'b c'"
+    )
+    words = arguments(section, (0, 32, 0), served(), "bfloat16", PROCESSED, 0.8)
+    assert dict(zip(words[:12:2], words[1:12:2], strict=True)) == {
+        "--dtype": "bfloat16",
+        "--max-model-len": "257",
+        "--max-num-seqs": "9",
+        "--logprobs-mode": "processed_logprobs",
+        "--generation-config": "vllm",
+        "--kv-cache-memory-bytes": str(4096 * 1024),
+    }
+    assert words[12:] == ["--disable-uvicorn-access-log", "--enable-scale-out", "--a", "b c"]
+    assert "--enable-scale-out" not in arguments(section, (0, 26, 0), served(), "bfloat16", RAW, 0.8)
+    whole = EngineSection(kind="vllm", vllm_python="p", device="cuda:1")
+    words = arguments(whole, (0, 32, 0), served(), "bfloat16", RAW, 0.3)
+    assert words[words.index("--max-model-len") + 1] == "512"
+    assert words[words.index("--gpu-memory-utilization") + 1] == "0.3" and "--kv-cache-memory-bytes" not in words
+
+
+def test_the_servers_environment_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    cpu, second, any_gpu = (environment(device, "/scratch") for device in ("cpu", "cuda:1", "cuda"))
+    assert "PYTHONPATH" not in cpu and cpu["VLLM_RPC_BASE_PATH"] == "/scratch" and cpu["VLLM_SERVER_DEV_MODE"] == "1"
+    assert [values["CUDA_VISIBLE_DEVICES"] for values in (cpu, second, any_gpu)] == ["", "7", "4,7"]
+    assert cpu["VLLM_CPU_OMP_THREADS_BIND"] == "nobind" and "VLLM_CPU_OMP_THREADS_BIND" not in second
+
+
+def test_an_interpreter_without_vllm_is_refused_in_one_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"^engine\.vllm_python = /no/python is no program that can be run; name an"):
+        check_interpreter("/no/python")
+    with pytest.raises(ConfigError, match=r"has no vLLM; install it there, as docs/vllm.md says$"):
+        check_interpreter(sys.executable)
+
+
+FAKE_PROGRAM = """#!{python}
+import os, sys, time
+if "-c" in sys.argv:
+    print("0.32.0+cpu")
+elif os.fork() == 0:
+    os.setsid()
+    time.sleep(600)
+else:
+    {then}
+"""
+
+
+def program(directory: Path, then: str) -> str:
+    """Stands for vLLM's interpreter; what it starts leaves its process group."""
+    path = directory / "python"
+    path.write_text(FAKE_PROGRAM.format(python=sys.executable, then=then))
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_server_that_ends_before_it_is_ready_is_told_with_its_first_error(tmp_path: Path, tiny_model: str) -> None:
+    words = (
+        "(EngineCore pid=1) ERROR 11-15 19:41:22 [core.py:1] ValueError: no memory for keys and values\\n"
+        "(APIServer pid=2) RuntimeError: Engine core initialization failed. See root cause above."
+    )
+    python = program(tmp_path, f'print("{words}"); time.sleep(0.2); sys.exit(1)')
+    section = EngineSection(kind="vllm", vllm_python=python)
+    engine = VllmEngine(tiny_model, "float32", section, "", PROCESSED, 20.0)
+    with pytest.raises(ConfigError) as error:
+        run(engine.open())
+    assert str(error.value) == (
+        "the vLLM server ended (exit code 1); it said: ValueError: no memory for keys and values; it was not ready "
+        "yet: check engine.vllm_args and the log"
+    )
+    assert not engine._host.files.root.exists()
+
+
+def test_a_server_that_is_never_ready_is_given_up_at_its_deadline(tmp_path: Path, tiny_model: str) -> None:
+    section = EngineSection(kind="vllm", vllm_python=program(tmp_path, "time.sleep(600)"))
+    engine = VllmEngine(tiny_model, "float32", section, "", PROCESSED, 1.5)
+    with pytest.raises(DeadlineExceeded, match=r"the vLLM server was not ready within 1\.5 s; raise run\.deadline_s"):
+        run(engine.open())
+
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from headway.engine.vllm.server import Server
+
+async def main():
+    server = await Server.start(sys.argv[1], Path(sys.argv[2]) / "served", [], "cpu")
+    print("started", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_an_owner_that_is_killed_takes_the_server_and_all_it_started_along(tmp_path: Path) -> None:
+    python = program(tmp_path, "time.sleep(600)")
+    copy = tmp_path / "copy"
+    (copy / "served").mkdir(parents=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, python, str(copy)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+    )
+    assert owner.stdout is not None and owner.stdout.readline() == b"started\n"
+    deadline = time.monotonic() + 20
+    family: list[psutil.Process] = []
+    while len(family) < 3:  # keeper, program, and the child that left its group
+        assert time.monotonic() < deadline
+        family = psutil.Process(owner.pid).children(recursive=True)
+    owner.kill()
+    owner.wait()
+    _, left = psutil.wait_procs(family, timeout=20)
+    assert not left and not copy.exists()
+
+
+def test_a_closed_server_has_ended_and_left_nothing(tmp_path: Path) -> None:
+    python = program(tmp_path, "time.sleep(600)")
+    copy = tmp_path / "copy"
+    (copy / "served").mkdir(parents=True)
+
+    async def scenario() -> list[psutil.Process]:
+        server = await Server.start(python, copy / "served", [], "cpu")
+        await until(lambda: len(psutil.Process().children(recursive=True)) >= 3)
+        family = psutil.Process().children(recursive=True)
+        await server.close()
+        assert server.ended.done() and "signal 15" in str(server.ended.result())
+        return family
+
+    _, left = psutil.wait_procs(run(scenario()), timeout=1)
+    assert not left and not copy.exists()
