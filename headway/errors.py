@@ -14,7 +14,11 @@ class ConfigError(HeadwayError):
 
 
 class WorkerDied(HeadwayError):
-    """A worker process ended while somebody still needed it."""
+    """A worker process ended while somebody still needed it; `worker` names it where the runtime says so."""
+
+    def __init__(self, sentence: str, worker: str = "") -> None:
+        super().__init__(sentence)
+        self.worker = worker
 
 
 class DeadlineExceeded(HeadwayError):
