@@ -26,7 +26,7 @@ test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu"
 	@echo "make test: all tests passed"
 
-test-slow: .venv/installed
+test-slow: .venv/installed .venv/ray
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu"
 	@echo "make test-slow: all slow tests passed"
 
@@ -50,6 +50,11 @@ format: .venv/installed
 	@$(PIP) torch setuptools
 	@echo "  everything else"
 	@$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+.venv/ray: .venv/installed
+	@echo "  Ray"
+	@$(PIP) --no-build-isolation -e '.[ray]'
 	@touch $@
 
 $(MODEL)/config.json: | .venv/installed

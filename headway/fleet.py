@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from headway.config import Config
 from headway.engine import Engine
-from headway.runtime import InlineRuntime, LocalRuntime, Runtime, with_deadline
+from headway.errors import ConfigError
+from headway.runtime import InlineRuntime, LocalRuntime, RayRuntime, Runtime, with_deadline
 
 if TYPE_CHECKING:
     from headway.controller import Workers
@@ -19,21 +20,42 @@ _KV_SHARE, _SHARED_KV_SHARE = 0.8, 0.3
 """The part of a GPU's free memory that keys and values take when not told: without the trainer there, and with it."""
 
 
+def make_private(directory: Path) -> None:
+    """What is not there yet of a run is made for its owner alone: prompts, completions and weights will lie in it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError(f"cannot make the run directory {directory}: {error.strerror}; check run.dir") from error
+
+
 @asynccontextmanager
 async def open_runtime(config: Config, directory: Path) -> AsyncIterator[Runtime]:
     """The configured runtime; every worker is ended when it is left, however it is left."""
     runtime: Runtime
+    if config.run.runtime != "inline":
+        make_private(directory)
     if config.run.runtime == "inline":
         import torch
 
         torch.set_num_threads(max(config.engine.threads, config.trainer.threads))
         runtime = InlineRuntime()
+    elif config.run.runtime == "ray":
+        runtime = RayRuntime(directory / "logs", config.run.deadline_s, config.ray.address, reservations(config))
     else:
         runtime = LocalRuntime(directory / "logs", config.run.deadline_s)
     try:
         yield runtime
     finally:
         await runtime.close()
+
+
+def reservations(config: Config) -> dict[str, dict[str, float]]:
+    """What each kind of worker reserves at its Ray node: what is told, and a GPU where it computes on one."""
+    told: dict[str, dict[str, float]] = config.ray.model_dump(exclude={"address"})
+    for kind, devices in (("engine", config.engine.devices), ("trainer", [config.trainer.device])):
+        if set(devices) != {"cpu"}:
+            told[kind].setdefault("GPU", 1.0)
+    return told
 
 
 async def start_generation(runtime: Runtime, config: Config) -> "tuple[dict[str, Engine], list[RolloutWorker]]":
@@ -64,6 +86,8 @@ async def _start_engine(runtime: Runtime, config: Config, name: str, device: str
 
 def _kv_share(config: Config, device: str) -> float:
     """The engines of one GPU divide among them what one alone would take there."""
+    if config.run.runtime == "ray":
+        return _KV_SHARE * min(1.0, reservations(config)["engine"].get("GPU", 1.0))
 
     def is_here(other: str) -> bool:
         return {"cuda": "cuda:0"}.get(other, other) == {"cuda": "cuda:0"}.get(device, device)
@@ -75,7 +99,8 @@ def _kv_share(config: Config, device: str) -> float:
 async def start_trainer(runtime: Runtime, config: Config, worst_staleness: int | None) -> "Trainer":
     from headway.trainer import Trainer
 
-    gpus_only = "cpu" not in (config.trainer.device, *config.engine.placement.values())
+    # Under Ray, a worker does not see the GPU another has reserved.
+    gpus_only = "cpu" not in (config.trainer.device, *config.engine.placement.values()) and config.run.runtime != "ray"
     return await runtime.start(
         "trainer",
         Trainer,

@@ -23,12 +23,13 @@ import numpy as np
 from headway.config import Config
 from headway.errors import ConfigError, RunFailed
 from headway.events import Event, read
-from headway.fleet import open_runtime, start_all, start_generation, start_trainer
+from headway.fleet import make_private, open_runtime, start_all, start_generation, start_trainer
 from headway.ledger import Ledger, RunState, fold, ledger
 from headway.metrics import Metrics
 from headway.prompts import PromptStream, load_prompts
 from headway.record import EVENTS_NAME, RunLog
 from headway.report import Summary, write_report
+from headway.runtime import check_ray
 from headway.staleness import StalenessControl, resolve_window
 from headway.tokenizer import load_tokenizer
 from headway.types import Admission, Batch, Group, Ints, Prompt, Sampling, StepReport
@@ -66,6 +67,8 @@ def prepare(config: Config) -> Prepared:
     from headway.models import load_config
     from headway.rollout import check_workflow
 
+    if config.run.runtime == "ray":
+        check_ray()
     check_devices(config)
     check_workflow(config.rollout.workflow)
     _check_path(config.model.path)
@@ -105,14 +108,15 @@ def _samplings(config: Config, stops: tuple[int, ...]) -> tuple[Sampling, Sampli
 
 
 def check_devices(config: Config) -> None:
-    """That the devices named are there and can do what is asked of them."""
+    """That the devices named are there and can do what is asked of them; on other nodes only Ray and they can tell."""
     devices = config.engine.devices
     if {*devices, config.trainer.device} == {"cpu"}:
         return
     from headway.models import DTYPES, find_device
 
     for knob, name in [*(("engine.device", device) for device in devices), ("trainer.device", config.trainer.device)]:
-        find_device(knob, name, DTYPES[config.model.dtype])
+        if config.run.runtime != "ray":
+            find_device(knob, name, DTYPES[config.model.dtype])
     if config.run.deterministic and set(devices) != {"cpu"}:
         raise ConfigError("run.deterministic is bit for bit on a CPU only; set engine.device = cpu, or turn it off")
 
@@ -153,7 +157,7 @@ def _stop_tokens(*ids: int | list[int] | None) -> tuple[int, ...]:
 
 def identity(config: Config) -> str:
     """A hash of what makes a run the run it is; where it lies, how long it goes on and what it shows may change."""
-    values = config.model_dump(exclude={"metrics", "evaluate", "checkpoint", "sft"})
+    values = config.model_dump(exclude={"ray", "metrics", "evaluate", "checkpoint", "sft"})
     for key in ("dir", "steps", "runtime", "deadline_s"):
         del values["run"][key]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
@@ -176,7 +180,7 @@ async def train(config: Config, resume: bool, view: View) -> Summary:
     prepared = prepare(config)
     directory = Path(config.run.dir)
     _claim(directory, prepared, resume)
-    _make_private(directory)
+    make_private(directory)
     log = RunLog(directory, config.run.deadline_s)
     metrics: Metrics | None = None
     try:
@@ -282,13 +286,6 @@ def _claim(directory: Path, prepared: Prepared, resume: bool) -> list[Event]:
     if history:
         _check_same_run(directory, prepared, fold(history))
     return history
-
-
-def _make_private(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise ConfigError(f"cannot make the run directory {directory}: {error.strerror}; check run.dir") from error
 
 
 def _check_same_run(directory: Path, prepared: Prepared, state: RunState) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray_cluster
 from probes import Broken, BrokenOpen, Caller, Probe, Stubborn
 
 from headway import codec
@@ -23,19 +24,22 @@ from headway.errors import ConfigError, DeadlineExceeded, HeadwayError, RequestR
 from headway.runtime import (
     InlineRuntime,
     LocalRuntime,
+    RayRuntime,
     RemoteError,
     Runtime,
     channel,
     handle,
     local,
     offload,
+    ray,
     with_deadline,
     worker,
 )
 
-KINDS = ("inline", "local", "tcp")
-over_both = pytest.mark.parametrize("kind", ["local", "tcp"])
-"""Over Unix-domain sockets, as on one machine, and over TCP, as between nodes."""
+PROCESSES = ["local", "tcp", pytest.param("ray", marks=pytest.mark.slow)]
+"""Over Unix-domain sockets, as on one machine; over TCP, as between nodes; on the nodes of a Ray cluster."""
+everywhere = pytest.mark.parametrize("kind", ["inline", *PROCESSES])
+in_processes = pytest.mark.parametrize("kind", PROCESSES)
 
 
 class TcpRuntime(LocalRuntime):
@@ -49,6 +53,8 @@ class TcpRuntime(LocalRuntime):
 def make_runtime(kind: str, log_dir: Path, deadline_s: float) -> Runtime:
     if kind == "inline":
         return InlineRuntime()
+    if kind == "ray":
+        return RayRuntime(log_dir, deadline_s, ray_cluster.cluster().address, ray_cluster.PLACES)
     return {"local": LocalRuntime, "tcp": TcpRuntime}[kind](log_dir, deadline_s)
 
 
@@ -78,7 +84,7 @@ def wait_gone(pidfds: list[int], timeout_s: float = 10.0) -> None:
         os.close(pidfd)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@everywhere
 def test_all_runtimes_call_stream_and_carry_errors_alike(tmp_path: Path, kind: str) -> None:
     async def test(runtime: Runtime, probe: Probe) -> None:
         assert await probe.is_open()
@@ -120,7 +126,7 @@ def test_inline_offload_runs_in_the_calling_thread(tmp_path: Path) -> None:
     assert asyncio.run(offload(threading.get_ident)) == threading.get_ident()
 
 
-@over_both
+@in_processes
 def test_a_thousand_calls_are_in_flight_together(tmp_path: Path, kind: str) -> None:
     async def test(runtime: Runtime, probe: Probe) -> None:
         assert await asyncio.gather(*[probe.meet(1000) for _ in range(1000)]) == [1000] * 1000
@@ -128,7 +134,7 @@ def test_a_thousand_calls_are_in_flight_together(tmp_path: Path, kind: str) -> N
     with_probe(tmp_path, test, kind)
 
 
-@over_both
+@in_processes
 def test_large_and_small_messages_share_a_connection(tmp_path: Path, kind: str) -> None:
     async def test(runtime: Runtime, probe: Probe) -> None:
         sizes = [0, 1, 65_000, 262_131, 262_144, 3_000_000, 7]
@@ -186,7 +192,7 @@ def test_a_message_over_the_limit_is_refused_and_the_connection_goes_on(
     with_probe(tmp_path, test)
 
 
-@over_both
+@in_processes
 def test_leaving_a_stream_early_cancels_its_remote_side(tmp_path: Path, kind: str) -> None:
     async def test(runtime: Runtime, probe: Probe) -> None:
         async with aclosing(probe.endless()) as numbers:
@@ -197,7 +203,7 @@ def test_leaving_a_stream_early_cancels_its_remote_side(tmp_path: Path, kind: st
     with_probe(tmp_path, test, kind)
 
 
-@over_both
+@in_processes
 def test_cancelling_a_call_cancels_its_remote_side(tmp_path: Path, kind: str) -> None:
     async def test(runtime: Runtime, probe: Probe) -> None:
         call = asyncio.create_task(probe.hang())
@@ -208,13 +214,13 @@ def test_cancelling_a_call_cancels_its_remote_side(tmp_path: Path, kind: str) ->
     with_probe(tmp_path, test, kind)
 
 
-@over_both
+@in_processes
 def test_a_caller_that_dies_no_longer_burdens_the_worker_it_called(tmp_path: Path, kind: str) -> None:
     async def test(runtime: Runtime, probe: Probe) -> None:
         caller = await runtime.start("caller", Caller, probe)
         call = asyncio.create_task(caller.relay("hang"))
         await probe.wait_arrived()
-        runtime._workers[1].kill()
+        os.kill(await caller.pid(), signal.SIGKILL)
         await probe.wait_cancelled()
         with pytest.raises(WorkerDied, match="worker caller ended"):
             await call
@@ -222,7 +228,7 @@ def test_a_caller_that_dies_no_longer_burdens_the_worker_it_called(tmp_path: Pat
     with_probe(tmp_path, test, kind)
 
 
-@over_both
+@in_processes
 def test_a_bug_crosses_two_processes_with_its_origin_and_its_trace(tmp_path: Path, kind: str) -> None:
     async def test(runtime: Runtime, probe: Probe) -> None:
         caller = await runtime.start("caller", Caller, probe)
@@ -241,9 +247,10 @@ def test_a_bug_crosses_two_processes_with_its_origin_and_its_trace(tmp_path: Pat
     with_probe(tmp_path, test, kind)
 
 
-def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
+@in_processes
+def test_a_worker_that_cannot_start_says_why(tmp_path: Path, kind: str) -> None:
     async def body() -> None:
-        async with running(tmp_path) as runtime:
+        async with running(tmp_path, kind) as runtime:
             outcomes = await asyncio.gather(
                 runtime.start("config", Broken, "config"),
                 runtime.start("bug", Broken, "bug"),
@@ -272,7 +279,7 @@ def test_a_class_no_other_process_can_import_is_refused_before_a_process_starts(
     asyncio.run(body())
 
 
-@over_both
+@in_processes
 def test_a_killed_worker_fails_every_pending_call_with_its_name(tmp_path: Path, kind: str) -> None:
     async def test(runtime: Runtime, probe: Probe) -> None:
         caller, late = await asyncio.gather(
@@ -300,16 +307,17 @@ def test_a_killed_worker_fails_every_pending_call_with_its_name(tmp_path: Path, 
     with_probe(tmp_path, test, kind)
 
 
-def test_a_worker_that_leaves_by_itself_is_a_failure_with_its_exit_code(tmp_path: Path) -> None:
+@in_processes
+def test_a_worker_that_leaves_by_itself_is_a_failure_with_its_exit_code(tmp_path: Path, kind: str) -> None:
     async def test(runtime: Runtime, probe: Probe) -> None:
         with pytest.raises(WorkerDied, match=r"worker probe ended \(exit code 7\).*it left no last words"):
             await probe.leave(7)
         assert "exit code 7" in str(await asyncio.wait_for(runtime.failure(), 5))
 
-    with_probe(tmp_path, test)
+    with_probe(tmp_path, test, kind)
 
 
-@over_both
+@in_processes
 def test_a_hung_method_meets_its_deadline_and_the_next_call_works(tmp_path: Path, kind: str) -> None:
     async def test(runtime: Runtime, probe: Probe) -> None:
         hasty = with_deadline(probe, 0.1)
@@ -325,18 +333,20 @@ def test_a_hung_method_meets_its_deadline_and_the_next_call_works(tmp_path: Path
     with_probe(tmp_path, test, kind)
 
 
-def test_offload_keeps_a_workers_event_loop_responsive_on_one_compute_thread(tmp_path: Path) -> None:
+@in_processes
+def test_offload_keeps_a_workers_event_loop_responsive_on_one_compute_thread(tmp_path: Path, kind: str) -> None:
     async def test(runtime: Runtime, probe: Probe) -> None:
         blocked = [asyncio.create_task(probe.pass_gate()) for _ in range(3)]
         assert await probe.open_gate() == "MainThread"
         assert set(await asyncio.gather(*blocked)) == {"compute_0"}
 
-    with_probe(tmp_path, test)
+    with_probe(tmp_path, test, kind)
 
 
-def test_a_worker_ignores_ctrl_c_and_gets_its_threads(tmp_path: Path) -> None:
+@in_processes
+def test_a_worker_ignores_ctrl_c_and_gets_its_threads(tmp_path: Path, kind: str) -> None:
     async def body() -> None:
-        async with running(tmp_path) as runtime:
+        async with running(tmp_path, kind) as runtime:
             probe = await runtime.start("probe", Probe, threads=3)
             os.kill(await probe.pid(), signal.SIGINT)
             assert await probe.setting("OMP_NUM_THREADS") == await probe.setting("MKL_NUM_THREADS") == "3"
@@ -345,13 +355,14 @@ def test_a_worker_ignores_ctrl_c_and_gets_its_threads(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_a_worker_imports_what_its_parent_could(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_processes
+def test_a_worker_imports_what_its_parent_could(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "users_module.py").write_text("class Users:\n    async def answer(self):\n        return 42\n")
     monkeypatch.syspath_prepend(tmp_path)
     import users_module
 
     async def body() -> None:
-        async with running(tmp_path) as runtime:
+        async with running(tmp_path, kind) as runtime:
             assert await (await runtime.start("users", users_module.Users)).answer() == 42
 
     asyncio.run(body())
@@ -392,7 +403,7 @@ def is_turned_away(address: str, *frames: bytes) -> bool:
         return hear(stranger, 1) == b""
 
 
-@over_both
+@in_processes
 def test_a_stranger_without_the_token_is_turned_away_unread(tmp_path: Path, kind: str) -> None:
     async def test(runtime: Runtime, probe: Probe) -> None:
         address = probe._peer.address
@@ -416,7 +427,7 @@ def test_a_stranger_without_the_token_is_turned_away_unread(tmp_path: Path, kind
     with_probe(tmp_path, test, kind)
 
 
-@over_both
+@in_processes
 def test_what_a_worker_says_to_a_stranger_lets_nobody_in(tmp_path: Path, kind: str) -> None:
     """Neither its own proof sent back to it nor another connection's proof sent again is one."""
 
@@ -488,7 +499,7 @@ def test_a_client_tells_an_impostor_nothing(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-@over_both
+@in_processes
 def test_a_worker_is_known_by_its_whole_address(tmp_path: Path, kind: str) -> None:
     """A handle of a worker that ended does not become one of the worker that got its port."""
 
@@ -505,7 +516,7 @@ def test_a_worker_is_known_by_its_whole_address(tmp_path: Path, kind: str) -> No
     with_probe(tmp_path, test, kind)
 
 
-@over_both
+@in_processes
 def test_close_runs_in_reverse_order_and_leaves_no_process_and_no_socket(tmp_path: Path, kind: str) -> None:
     async def body() -> tuple[str, list[int]]:
         async with running(tmp_path, kind) as runtime:
@@ -528,15 +539,75 @@ def test_close_runs_in_reverse_order_and_leaves_no_process_and_no_socket(tmp_pat
     assert not os.path.exists(directory)
 
 
-def test_a_worker_that_does_not_close_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_processes
+def test_a_worker_that_does_not_close_is_killed(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "CLOSE_S", 0.3)
+    monkeypatch.setattr(ray, "CLOSE_S", 0.3)
 
     async def body() -> int:
-        async with running(tmp_path) as runtime:
+        async with running(tmp_path, kind) as runtime:
             stubborn = await runtime.start("stubborn", Stubborn)
             return os.pidfd_open(await stubborn.pid())
 
     wait_gone([asyncio.run(body())])
+
+
+@everywhere
+def test_a_worker_can_be_stopped_and_its_name_started_again(tmp_path: Path, kind: str) -> None:
+    async def test(runtime: Runtime, probe: Probe) -> None:
+        other = await runtime.start("other", Probe, "other", str(tmp_path / "diary"))
+        await runtime.stop("other")
+        assert (tmp_path / "diary").read_text() == "other\n"
+        if kind != "inline":
+            with pytest.raises(WorkerDied, match=r"^worker other was closed$"):
+                await other.echo(1)
+        await runtime.stop("other")
+        await runtime.stop("nobody")
+        again = await runtime.start("other", Probe, "again", str(tmp_path / "diary"))
+        assert await again.echo(2) == await probe.echo(2) == 2
+        await runtime.close()
+        assert (tmp_path / "diary").read_text().split() == ["other", "again"]
+
+    with_probe(tmp_path, test, kind)
+
+
+@in_processes
+def test_a_worker_that_does_not_even_run_can_be_stopped(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "CLOSE_S", 0.3)
+    monkeypatch.setattr(ray, "CLOSE_S", 0.3)
+
+    async def test(runtime: Runtime, probe: Probe) -> None:
+        pid = await probe.pid()
+        pidfd = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.wait_for(runtime.stop("probe"), 10)
+        wait_gone([pidfd])
+
+    with_probe(tmp_path, test, kind)
+
+
+@in_processes
+def test_every_unexpected_death_is_told_once_in_turn_with_the_name(tmp_path: Path, kind: str) -> None:
+    async def test(runtime: Runtime, probe: Probe) -> None:
+        names = ["first", "second"]
+        probes = [await runtime.start(name, Probe) for name in names]
+        for one, name in zip(probes, names, strict=True):
+            os.kill(await one.pid(), signal.SIGKILL)
+            death = await asyncio.wait_for(runtime.failure(), 10)
+            assert death.worker == name and f"worker {name} ended (signal 9)" in str(death)
+        again = await runtime.start("first", Probe)
+        assert await again.echo(1) == 1
+        with pytest.raises(WorkerDied, match="worker first ended"):
+            await probes[0].echo(1)
+        await runtime.stop("first")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(runtime.failure(), 0.2)
+        os.kill(await probe.pid(), signal.SIGKILL)
+        assert (await asyncio.wait_for(runtime.failure(), 10)).worker == "probe"
+
+    with_probe(tmp_path, test, kind)
 
 
 PARENT = """

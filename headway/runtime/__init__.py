@@ -1,4 +1,5 @@
-"""Start a class somewhere and call it: in this process (`inline`) or in processes of their own (`local`).
+"""Start a class somewhere and call it: in this process (`inline`), in processes of their own on this machine (`local`)
+or on the nodes of a Ray cluster (`ray`).
 
 Knows nothing of RL. A worker is an ordinary class whose public methods are `async def` or async generators; it may
 define `open` (called inside the running event loop, after construction) and `close` (called at the end).
@@ -15,19 +16,36 @@ from headway.runtime.handle import with_deadline
 from headway.runtime.inline import InlineRuntime
 from headway.runtime.local import LocalRuntime
 from headway.runtime.offload import offload
+from headway.runtime.ray import RayRuntime, check_ray
 
-__all__ = ["InlineRuntime", "LocalRuntime", "RemoteError", "Runtime", "offload", "with_deadline"]
+__all__ = [
+    "InlineRuntime",
+    "LocalRuntime",
+    "RayRuntime",
+    "RemoteError",
+    "Runtime",
+    "check_ray",
+    "offload",
+    "with_deadline",
+]
 
 T = TypeVar("T")
 
 
 class Runtime(Protocol):
     async def start(self, name: str, cls: type[T], *args: Any, threads: int = 1) -> T:
-        """Construct `cls(*args)` and open it; returns the object itself or a handle that behaves like it."""
+        """Construct `cls(*args)` and open it; returns the object itself or a handle that behaves like it.
+
+        A name may be started again once the worker that had it has died or was stopped.
+        """
         ...
 
     async def failure(self) -> WorkerDied:
-        """Return when a worker died unexpectedly; never otherwise."""
+        """Return once for each worker that died unexpectedly, in turn; the error's `worker` is its name."""
+        ...
+
+    async def stop(self, name: str) -> None:
+        """End one worker now, by force if it does not answer in a bounded time; that is no failure of it."""
         ...
 
     async def close(self) -> None:

@@ -32,7 +32,8 @@ BACKLOG = 4096  # clients that may connect before a busy worker accepts them
 _HEADER = struct.Struct("<IQB")
 _READ_BYTES = 256 * 1024
 _LARGE_BYTES = 64 * 1024
-_SILENCE_S = 30  # an idle or unacknowledged TCP connection is lost after about this long without a word of the kernel's
+_SILENCE_S = 30  # after which a machine that no longer acknowledges that it is there counts as lost
+_UNREAD_S = 120  # the same for one that does not take what was sent; it may only have much else to do
 
 C = TypeVar("C", bound="Channel")
 
@@ -110,7 +111,7 @@ def _watch_over(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENCE_S // 6)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_S)
 
 
 class Channel(asyncio.BufferedProtocol, ABC):

@@ -12,11 +12,10 @@ CLOSE_S = 10.0
 
 class InlineRuntime:
     def __init__(self) -> None:
-        self._workers: list[tuple[str, Any]] = []
+        self._workers: dict[str, Any] = {}
 
     async def start(self, name: str, cls: type[T], *args: Any, threads: int = 1) -> T:
-        worker = cls(*args)
-        self._workers.append((name, worker))
+        worker = self._workers[name] = cls(*args)
         if hasattr(worker, "open"):
             await worker.open()
         return worker
@@ -26,11 +25,14 @@ class InlineRuntime:
         await asyncio.Event().wait()
         raise AssertionError
 
+    async def stop(self, name: str) -> None:
+        worker = self._workers.pop(name, None)
+        if hasattr(worker, "close"):
+            await _close(name, worker)
+
     async def close(self) -> None:
-        while self._workers:
-            name, worker = self._workers.pop()
-            if hasattr(worker, "close"):
-                await _close(name, worker)
+        for name in reversed([*self._workers]):
+            await self.stop(name)
 
 
 async def _close(name: str, worker: Any) -> None:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 CLOSE_S = 10.0
 _LOG = logging.getLogger(__name__)
-_MAX_DIRECTORY = 80  # characters; a Unix-domain socket's whole path must stay below 108
+_MAX_DIRECTORY = 24  # characters; the whole path of a Unix-domain socket, Ray's own among them, must stay below 108
 
 
 @dataclass
@@ -60,17 +60,16 @@ class LocalRuntime:
         self._log_dir, self._deadline_s = log_dir, deadline_s
         log_dir.mkdir(parents=True, exist_ok=True)
         short = None if len(tempfile.gettempdir()) < _MAX_DIRECTORY else "/tmp"
-        self._sockets = tempfile.mkdtemp(prefix="headway-", dir=short)
+        self.directory = tempfile.mkdtemp(prefix="headway-", dir=short)
         self._token = secrets.token_bytes(channel.TOKEN_BYTES)
         join_run(self._run, self._token)
-        self._workers: list[_Worker] = []
+        self._workers: dict[str, _Worker] = {}
         self._num_started = 0
-        self._deaths: list[WorkerDied] = []
-        self._death = asyncio.Event()
+        self._deaths: asyncio.Queue[WorkerDied] = asyncio.Queue()
 
     @property
     def _run(self) -> str:
-        return os.path.basename(self._sockets)
+        return os.path.basename(self.directory)
 
     async def start(self, name: str, cls: type[T], *args: Any, threads: int = 1) -> T:
         spec = open_arguments(cls, args, threads)
@@ -85,20 +84,21 @@ class LocalRuntime:
         return cast(T, Handle(worker.peer, remote_methods(cls), self._deadline_s))
 
     async def failure(self) -> WorkerDied:
-        await self._death.wait()
-        return WorkerDied(str(self._deaths[0]))
+        return await self._deaths.get()
+
+    async def stop(self, name: str) -> None:
+        if (worker := self._workers.get(name)) is not None:
+            await self._stop(worker)
+            self._forget(name)
 
     async def close(self) -> None:
         try:
-            for worker in reversed(self._workers):
-                await self._stop(worker)
+            for name in reversed([*self._workers]):
+                await self.stop(name)
         finally:
-            for worker in self._workers:
-                worker.closing = True
-                worker.kill()
-                os.close(worker.lifeline)
-            self._workers.clear()
-            shutil.rmtree(self._sockets, ignore_errors=True)
+            for name in [*self._workers]:
+                self._forget(name)
+            shutil.rmtree(self.directory, ignore_errors=True)
             leave_run(self._run)
 
     async def _spawn(self, name: str, threads: int) -> _Worker:
@@ -110,12 +110,20 @@ class LocalRuntime:
             process, lifeline = await execute(name, address, listener, output.fileno(), self._token, threads)
         worker = _Worker(find_peer(name, address, str(log)), process, lifeline, log_offset)
         worker.peer.exit = asyncio.create_task(self._watch(worker))
-        self._workers.append(worker)
+        self._forget(name)
+        self._workers[name] = worker
         return worker
+
+    def _forget(self, name: str) -> None:
+        """Kill the worker that has this name, if it still lives, and let go of its lifeline."""
+        if (worker := self._workers.pop(name, None)) is not None:
+            worker.closing = True
+            worker.kill()
+            os.close(worker.lifeline)
 
     def _listen(self) -> tuple[socket.socket, str]:
         self._num_started += 1
-        return channel.listen_on_path(self._sockets, self._num_started)
+        return channel.listen_on_path(self.directory, self._num_started)
 
     async def _watch(self, worker: _Worker) -> WorkerDied:
         """Wait for the end of a worker; then fail what is pending on it and kill what it left running."""
@@ -124,8 +132,7 @@ class LocalRuntime:
         error = worker.obituary(code)
         worker.peer.disconnect()
         if not worker.closing:
-            self._deaths.append(error)
-            self._death.set()
+            self._deaths.put_nowait(error)
         return error
 
     async def _stop(self, worker: _Worker) -> None:
