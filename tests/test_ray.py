@@ -19,7 +19,7 @@ import psutil
 import pytest
 import ray_cluster
 from probes import Caller, Probe
-from system import HeadwayProcess, check_finished, check_record, make_config, write_config
+from system import HeadwayProcess, check_finished, check_record, headway, make_config, write_config
 
 from headway import codec, fleet, launch
 from headway.config import Config, load
@@ -28,7 +28,7 @@ from headway.events import Event
 from headway.ledger import fold
 from headway.plan import describe
 from headway.record import Record
-from headway.runtime import RayRuntime, ray
+from headway.runtime import RayRuntime, local, ray
 
 pytestmark = pytest.mark.timeout(900)
 slow = pytest.mark.slow
@@ -161,6 +161,32 @@ def test_a_lost_node_fails_its_workers_by_name_and_no_others(tmp_path: Path) -> 
             there = "needs 1 doomed, and no node of the Ray cluster has that|died because its node has died"
             with pytest.raises((ConfigError, WorkerDied), match=f"worker doomed-0.*({there})"):
                 await runtime.start("doomed-0", Probe)
+
+    asyncio.run(body())
+
+
+@slow
+@pytest.mark.parametrize("how", ["kill", "suspend"])
+def test_a_lost_driver_takes_its_workers_along_and_is_replaced(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "_SILENCE_S", 10.0)
+    monkeypatch.setattr(local, "CLOSE_S", 1.0)
+
+    async def body() -> None:
+        async with on_cluster(tmp_path) as runtime:
+            probe, caller = await asyncio.gather(runtime.start("probe", Probe), runtime.start("caller", Probe))
+            processes = [psutil.Process(await worker.pid()) for worker in (probe, caller)]
+            (driver,) = [process for process in workers_here() if process.cmdline()[5] == "ray"]
+            getattr(driver, how)()
+            deaths = [await asyncio.wait_for(runtime.failure(), 30) for _ in processes]
+            assert {death.worker for death in deaths} == {"probe", "caller"}
+            assert all("worker ray " in str(death) or "ray.follow sent nothing" in str(death) for death in deaths)
+            await asyncio.to_thread(wait_gone, processes)
+            if how == "kill":
+                with pytest.raises(WorkerDied, match=r"worker ray ended \(signal 9\)"):
+                    await runtime.start("probe", Probe)
+            assert await (await runtime.start("probe", Probe)).echo(1) == 1
 
     asyncio.run(body())
 
@@ -319,6 +345,9 @@ def test_invariant_4_a_run_on_ray_is_the_run_on_one_machine_bit_for_bit(tmp_path
         names = {"engine-0.log", "engine-1.log", "trainer.log", "reward.log", "rollout-0.log", "rollout-1.log"}
         assert logs == names | ({"ray.log"} if runtime == "ray" else set())
     assert outcomes[0] == outcomes[1]
+    replayed = headway("replay", tmp_path / "ray" / "run")
+    assert "every version's weights are identical" in replayed.stdout, replayed.stderr
+    assert not (tmp_path / "ray" / "run" / "replay" / "logs" / "ray.log").exists(), "one machine is enough for that"
 
 
 @slow

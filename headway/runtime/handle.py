@@ -150,8 +150,8 @@ class Peer:
         if self.exit is not None:
             await asyncio.wait({self.exit}, timeout=_EXIT_S)
             if self.exit.done() and not self.exit.cancelled():
-                return WorkerDied(str(self.exit.result()))
-        return WorkerDied(f"worker {self.name} ended while it was still needed; see {self.log}")
+                return WorkerDied(str(self.exit.result()), self.name)
+        return WorkerDied(f"worker {self.name} ended while it was still needed; see {self.log}", self.name)
 
 
 class Connection(Channel):
@@ -230,7 +230,7 @@ class Connection(Channel):
         error = await self._peer.ended()
         for waiter in self._pending.values():
             if not waiter.done():
-                waiter.set_exception(WorkerDied(str(error)))
+                waiter.set_exception(WorkerDied(str(error), error.worker))
         self._pending.clear()
 
 

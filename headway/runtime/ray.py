@@ -33,6 +33,7 @@ Resources = Mapping[str, float]
 """How much of what a worker needs at its node: CPU, GPU, memory in bytes, or a resource of the cluster's own."""
 
 _LOG = logging.getLogger(__name__)
+_DRIVER = "ray"
 _CONNECT_S = 60.0
 _PLACE_S = 300.0
 _SILENCE_S = 120.0  # longer than what the driver waits for a keeper, so that it is the keeper that is named
@@ -117,10 +118,10 @@ class RayRuntime:
     async def _start_driver(self) -> Cluster:
         place_s = min(_PLACE_S, self._deadline_s)
         try:
-            cluster = await self._local.start("ray", Cluster, self._address, self._local.directory, place_s)
+            cluster = await self._local.start(_DRIVER, Cluster, self._address, self._local.directory, place_s)
         except DeadlineExceeded as error:
             where = f"ray.address = {self._address}" if self._address else "a Ray cluster on this machine"
-            log = self._log_dir / "ray.log"
+            log = self._log_dir / f"{_DRIVER}.log"
             raise ConfigError(f"{where} did not answer within {_CONNECT_S:g} s; is it there? see {log}") from error
         return with_deadline(cluster, 2 * place_s)
 
@@ -130,7 +131,12 @@ class RayRuntime:
         number, path = self._num_started, self._log_dir / f"{name}.log"
         self._num_started += 1
         needs = dict(self._resources.get(re.sub(r"-\d+$", "", name), {}))
-        address = await cluster.place(number, name, needs, threads, os.getcwd(), self._run, self._token)
+        try:
+            address = await cluster.place(number, name, needs, threads, os.getcwd(), self._run, self._token)
+        except WorkerDied as error:
+            if error.worker == _DRIVER:
+                self._connecting = None  # the next start is by a new one
+            raise
         log = path.open("ab", buffering=0)
         worker = _Worker(number, find_peer(name, address, str(path)), log, log.tell())
         worker.peer.exit = asyncio.create_task(self._follow(worker, cluster))
@@ -148,6 +154,9 @@ class RayRuntime:
                         worker.log.write(output)
         except HeadwayError as error:
             worker.how = str(error)
+            if isinstance(error, DeadlineExceeded):  # a driver that hangs: with it end the workers it is silent about
+                self._connecting = None
+                await self._local.stop(_DRIVER)
         finally:
             worker.log.close()
         died = closed(worker.peer) if worker.closing else obituary(worker.peer, worker.how, worker.log_offset)
