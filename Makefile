@@ -27,7 +27,7 @@ test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu"
 	@echo "make test: all tests passed"
 
-test-slow: .venv/installed .venv-vllm/installed
+test-slow: .venv/installed .venv/ray .venv-vllm/installed
 	OMP_NUM_THREADS=1 HEADWAY_VLLM_PYTHON=.venv-vllm/bin/python $(BIN)/python -m pytest -m "slow and not gpu"
 	@echo "make test-slow: all slow tests passed"
 
@@ -57,6 +57,11 @@ format: .venv/installed
 	@echo "making an environment with vLLM in .venv-vllm; the first time takes a few minutes"
 	@rm -rf .venv-vllm
 	@$(PYTHON) bench/vllm_env.py .venv-vllm
+	@touch $@
+
+.venv/ray: .venv/installed
+	@echo "  Ray"
+	@$(PIP) --no-build-isolation -e '.[ray]'
 	@touch $@
 
 $(MODEL)/config.json: | .venv/installed

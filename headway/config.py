@@ -9,7 +9,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -38,9 +38,23 @@ class RunSection(Section):
     dir: str = Field("", description="directory of this run; empty means runs/<name of the config file>")
     seed: int = Field(0, ge=0, description="seed of everything random in the run")
     steps: int = Field(100, ge=1, description="training steps until the run ends")
-    runtime: Literal["local", "inline"] = Field("local", description="processes on this machine, or all in this one")
+    runtime: Literal["local", "inline", "ray"] = Field(
+        "local", description="processes on this machine, all in this one, or on a Ray cluster"
+    )
     deterministic: bool = Field(False, description="bit-for-bit repeatable generation, at some cost in speed")
     deadline_s: float = Field(1800.0, gt=0, description="longest wait for any one answer, in seconds")
+
+
+Needs = dict[str, Annotated[float, Field(gt=0)]]
+"""Resources of a node by name: CPU, GPU, memory in bytes, or one of the cluster's own."""
+
+
+class RaySection(Section):
+    address: str = Field("", description="Ray cluster to run on: HOST:PORT, or auto; empty starts one on this machine")
+    engine: Needs = Field({}, description="what an engine reserves at its node, such as {CPU = 4, GPU = 1}")
+    trainer: Needs = Field({}, description="what a trainer rank reserves; a GPU is implied where one is its device")
+    rollout: Needs = Field({}, description="what a rollout worker reserves")
+    reward: Needs = Field({}, description="what the reward pool reserves")
 
 
 class InitSection(Section):
@@ -236,6 +250,7 @@ class Config(Section):
     """Everything a run can be told. Sections are components; fields are knobs."""
 
     run: RunSection = Field(default_factory=RunSection)
+    ray: RaySection = Field(default_factory=RaySection)
     model: ModelSection
     task: TaskSection
     sampling: SamplingSection = Field(default_factory=SamplingSection)
@@ -430,6 +445,18 @@ def _check_contradictions(config: Config, where: str) -> None:
     for knob, device in [*named, *(("trainer.device", device) for device in trainer.devices)]:
         sentence = f"{knob} = {device} is neither cpu nor cuda nor a GPU by number, such as cuda:1; set one of them"
         problems[sentence] = not re.fullmatch(r"cpu|cuda(:\d+)?", device)
+        sentence = (
+            f"{knob} = {device}: with run.runtime = ray a worker sees the GPUs it reserves and no others; set cuda"
+        )
+        problems[sentence] = config.run.runtime == "ray" and ":" in device
+    for kind, needs in config.ray.model_dump(exclude={"address"}).items():
+        for name, amount in needs.items():
+            sentence = f"ray.{kind}: {amount:g} {name} is neither a part of one nor a whole number; round it"
+            problems[sentence] = amount > 1 and amount != int(amount)
+    sentence = (
+        f"ray.address = {config.ray.address} is Ray's client protocol; run on a node of the cluster and give HOST:PORT"
+    )
+    problems[sentence] = "://" in config.ray.address
     problems |= _contradictions_of_weights(config.weights)
     problems |= _contradictions_of_ranks(config)
     for sentence, wrong in problems.items():

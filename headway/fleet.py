@@ -14,7 +14,7 @@ from headway.colocation import side_by_side
 from headway.config import Config, WeightsSection
 from headway.engine import Engine
 from headway.errors import ConfigError, WorkerDied
-from headway.runtime import InlineRuntime, LocalRuntime, Runtime, together, with_deadline
+from headway.runtime import InlineRuntime, LocalRuntime, RayRuntime, Runtime, together, with_deadline
 from headway.weight_stream import is_loopback
 
 if TYPE_CHECKING:
@@ -29,15 +29,27 @@ _KV_SHARE, _SHARED_KV_SHARE = 0.8, 0.3
 """The part of a GPU's free memory that keys and values take when not told: without the trainer there, and with it."""
 
 
+def make_private(directory: Path) -> None:
+    """What is not there yet of a run is made for its owner alone: prompts, completions and weights will lie in it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError(f"cannot make the run directory {directory}: {error.strerror}; check run.dir") from error
+
+
 @asynccontextmanager
 async def open_runtime(config: Config, directory: Path) -> AsyncIterator[Runtime]:
     """The configured runtime; every worker is ended when it is left, however it is left."""
     runtime: Runtime
+    if config.run.runtime != "inline":
+        make_private(directory)
     if config.run.runtime == "inline":
         import torch
 
         torch.set_num_threads(max(config.engine.threads, config.trainer.threads))
         runtime = InlineRuntime()
+    elif config.run.runtime == "ray":
+        runtime = RayRuntime(directory / "logs", config.run.deadline_s, config.ray.address, reservations(config))
     else:
         runtime = LocalRuntime(directory / "logs", config.run.deadline_s)
     with side_by_side(config):
@@ -45,6 +57,15 @@ async def open_runtime(config: Config, directory: Path) -> AsyncIterator[Runtime
             yield runtime
         finally:
             await runtime.close()
+
+
+def reservations(config: Config) -> dict[str, dict[str, float]]:
+    """What each kind of worker reserves at its Ray node: what is told, and a GPU where it computes on one."""
+    told: dict[str, dict[str, float]] = config.ray.model_dump(exclude={"address"})
+    for kind, devices in (("engine", config.engine.devices), ("trainer", config.trainer.devices)):
+        if set(devices) != {"cpu"}:
+            told[kind].setdefault("GPU", 1.0)
+    return told
 
 
 @dataclass
@@ -183,6 +204,8 @@ async def _start_vllm(runtime: Runtime, config: Config, name: str, device: str) 
 
 def _kv_share(config: Config, device: str) -> float:
     """The engines of one GPU divide among them what one alone would take there."""
+    if config.run.runtime == "ray":
+        return _KV_SHARE * min(1.0, reservations(config)["engine"].get("GPU", 1.0))
 
     def is_here(other: str) -> bool:
         return {"cuda": "cuda:0"}.get(other, other) == {"cuda": "cuda:0"}.get(device, device)
@@ -196,7 +219,7 @@ async def start_trainer(runtime: Runtime, config: Config, worst_staleness: int |
     from headway.ranks import RankedTrainer
     from headway.trainer import Trainer
 
-    weights = how_weights_travel(config, runtime.num_machines)
+    weights = how_weights_travel(config, await runtime.num_machines())
     sections = config.model, config.trainer, config.algorithm, worst_staleness, weights
     if config.trainer.ranks == 1:
         return await runtime.start("trainer", Trainer, *sections, threads=config.trainer.threads)
@@ -214,7 +237,9 @@ def how_weights_travel(config: Config, num_machines: int) -> WeightsSection:
     elif num_machines > 1:
         transport = "shared_memory,stream"
     else:
-        transport = "cuda" if gpus_only and config.engine.kind == "embedded" else "shared_memory"
+        # Under Ray, a worker does not see the GPU another has reserved.
+        by_gpu = gpus_only and config.engine.kind == "embedded" and config.run.runtime != "ray"
+        transport = "cuda" if by_gpu else "shared_memory"
     directory = section.dir or str(Path(config.run.dir).absolute() / "weights")
     resolved = section.model_copy(update={"transport": transport, "dir": directory})
     if num_machines > 1 and not {"stream", "disk"} & {*resolved.transports}:

@@ -23,12 +23,13 @@ import numpy as np
 from headway.config import Config
 from headway.errors import ConfigError, RunFailed
 from headway.events import Event, read
-from headway.fleet import Fleet, open_runtime, start_generation, start_trainer, until_failure
+from headway.fleet import Fleet, make_private, open_runtime, start_generation, start_trainer, until_failure
 from headway.ledger import Ledger, RunState, fold, ledger
 from headway.metrics import Metrics
 from headway.prompts import PromptStream, load_prompts
 from headway.record import EVENTS_NAME, RunLog
 from headway.report import Summary, write_report
+from headway.runtime import check_ray
 from headway.staleness import StalenessControl, resolve_window
 from headway.tokenizer import load_tokenizer
 from headway.types import Admission, Batch, Group, Ints, Prompt, Sampling, StepReport
@@ -66,6 +67,8 @@ def prepare(config: Config) -> Prepared:
     from headway.models import load_config
     from headway.rollout import check_workflow
 
+    if config.run.runtime == "ray":
+        check_ray()
     check_devices(config)
     _check_vllm(config.engine.vllm_python)
     check_workflow(config.rollout.workflow)
@@ -106,14 +109,14 @@ def _samplings(config: Config, stops: tuple[int, ...]) -> tuple[Sampling, Sampli
 
 
 def check_devices(config: Config) -> None:
-    """That the devices named are there and can do what is asked of them."""
+    """That the devices named are there and can do what is asked of them; on other nodes only Ray and they can tell."""
     devices = config.engine.devices
     if {*devices, *config.trainer.devices} == {"cpu"}:
         return
     from headway.models import DTYPES, find_device
 
     for knob, names in (("engine.device", devices), ("trainer.device", config.trainer.devices)):
-        for name in names:
+        for name in names if config.run.runtime != "ray" else ():
             find_device(knob, name, DTYPES[config.model.dtype])
     if config.run.deterministic and set(devices) != {"cpu"}:
         raise ConfigError("run.deterministic is bit for bit on a CPU only; set engine.device = cpu, or turn it off")
@@ -162,7 +165,7 @@ def _stop_tokens(*ids: int | list[int] | None) -> tuple[int, ...]:
 
 def identity(config: Config) -> str:
     """A hash of what makes a run the run it is; where it lies, how long it goes on and what it shows may change."""
-    values = config.model_dump(exclude={"metrics", "evaluate", "checkpoint", "sft", "weights"})
+    values = config.model_dump(exclude={"ray", "metrics", "evaluate", "checkpoint", "sft", "weights"})
     for section, key in [
         *(("run", key) for key in ("dir", "steps", "runtime", "deadline_s")),
         *(("engine", key) for key in ("vllm_python", "urls", "weights_dir")),
@@ -188,7 +191,7 @@ async def train(config: Config, resume: bool, view: View) -> Summary:
     prepared = prepare(config)
     directory = Path(config.run.dir)
     _claim(directory, prepared, resume)
-    _make_private(directory)
+    make_private(directory)
     log = RunLog(directory, config.run.deadline_s)
     metrics: Metrics | None = None
     try:
@@ -295,13 +298,6 @@ def _claim(directory: Path, prepared: Prepared, resume: bool) -> list[Event]:
     if history:
         _check_same_run(directory, prepared, fold(history))
     return history
-
-
-def _make_private(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise ConfigError(f"cannot make the run directory {directory}: {error.strerror}; check run.dir") from error
 
 
 def _check_same_run(directory: Path, prepared: Prepared, state: RunState) -> None:

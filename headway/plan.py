@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from headway.config import DEFAULT_KV_TOKENS, Config
+from headway.fleet import reservations
 from headway.launch import Prepared, prepare
 from headway.packing import ModelShape
 
@@ -30,6 +31,7 @@ def describe(config: Config) -> Plan:
         ("model", f"{config.model.path}: {prepared.model_config.model_type}, {num_parameters / 1e6:.1f}M parameters"),
         ("prompts", f"{len(prepared.prompts):,} to train on, {len(prepared.held_out):,} held out"),
         ("processes", _processes(config)),
+        *_ray(config),
         ("devices", _devices(config)),
         ("engine memory", _engine_memory(config, shape, num_parameters)),
         ("trainer memory", _trainer_memory(config, num_parameters)),
@@ -59,6 +61,17 @@ def _processes(config: Config) -> str:
     parts = ["controller", engines, trainer, "reward pool", f"{config.reward.workers} verifiers"]
     parts.append(f"{config.rollout.workers} rollout worker{'s' * (config.rollout.workers > 1)}")
     return ", ".join(parts)
+
+
+def _ray(config: Config) -> list[tuple[str, str]]:
+    if config.run.runtime != "ray":
+        return []
+    told = {
+        kind: " ".join(f"{amount:g} {name}" for name, amount in needs.items())
+        for kind, needs in reservations(config).items()
+    }
+    reserved = ", ".join(f"{kind} {needs}" for kind, needs in told.items() if needs)
+    return [("Ray", f"{config.ray.address or 'a cluster of this machine alone'}; reserved: {reserved or 'nothing'}")]
 
 
 def _devices(config: Config) -> str:

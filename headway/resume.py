@@ -76,6 +76,8 @@ async def replay(directory: Path, view: View) -> tuple[int, str]:
     history = read(directory / EVENTS_NAME)
     state = fold(history)
     config = Config.model_validate(state.config)
+    if config.run.runtime == "ray":  # the cluster may be gone, and one machine is enough
+        config = config.model_copy(update={"run": config.run.model_copy(update={"runtime": "local"})})
     if not state.num_trained:
         raise HeadwayError(f"{directory} has no training step to replay")
     record = Record(directory / RECORD_NAME)

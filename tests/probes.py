@@ -115,6 +115,9 @@ class Caller:
     def __init__(self, probe: Probe, options: tuple[Probe, ...] = ()) -> None:
         self.probe, self.options = probe, options
 
+    async def pid(self) -> int:
+        return os.getpid()
+
     async def relay(self, method: str, *args: Any) -> Any:
         return await getattr(self.probe, method)(*args)
 

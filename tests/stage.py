@@ -157,7 +157,8 @@ class StageRuntime:
         self.workers: dict[str, Any] = {}
         self.starts: list[str] = []
 
-    num_machines = 1
+    async def num_machines(self) -> int:
+        return 1
 
     async def start(self, name: str, cls: type, *args: Any, threads: int = 1) -> Any:
         self.starts.append(name)

@@ -129,10 +129,16 @@ def write_config(directory: Path, model: str, /, **sections: dict[str, Any]) -> 
     """The same as a TOML file, for the command line."""
     lines: list[str] = []
     for name, section in make_values(directory, model, **sections).items():
-        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items())]
+        lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in section.items())]
     path = directory / "config.toml"
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)
 
 
 def task_of(directory: Path, function: str) -> str:

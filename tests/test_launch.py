@@ -4,7 +4,10 @@ Invariant 2: nothing vanishes. Invariant 6: parity. Invariant 10: an error is ne
 hangs. The ledger adds up in every one of them.
 """
 
+import asyncio
 import json
+import os
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from system import (
 from headway.config import Config, load
 from headway.errors import RunFailed
 from headway.events import Event
+from headway.fleet import open_runtime
 from headway.record import Record
 from headway.types import StopReason
 
@@ -97,6 +101,20 @@ def test_a_run_in_processes_finishes_leaves_none_behind_and_everything_adds_up(t
     for worker in ("engine", "trainer", "rollout-0", "rollout-1", "reward"):
         assert any(f"headway.runtime.worker {worker} " in name for name in names), names
     check_results(config, run.events())
+
+
+def test_a_run_directory_is_its_owners_alone_whichever_command_made_it(tmp_path: Path, tiny_model: str) -> None:
+    async def modes(config: Config) -> list[int]:
+        directory = Path(config.run.dir)
+        async with open_runtime(config, directory):
+            return [stat.S_IMODE(path.stat().st_mode) for path in (directory.parent, directory)]
+
+    config = make_config(tmp_path, tiny_model, run={"runtime": "local", "dir": str(tmp_path / "runs" / "new")})
+    before = os.umask(0o022)
+    try:
+        assert asyncio.run(modes(config)) == [0o755, 0o700]
+    finally:
+        os.umask(before)
 
 
 @pytest.mark.parametrize("rows", ["one_row", "two_rows"])

@@ -211,7 +211,8 @@ def test_workers_with_one_group_each_do_not_all_begin_at_the_first_engine(tiny_m
 class Starting:
     """A runtime that only remembers what it was asked to start."""
 
-    num_machines = 1
+    async def num_machines(self) -> int:
+        return 1
 
     def __init__(self) -> None:
         self.started: dict[str, tuple[type, tuple[Any, ...]]] = {}

@@ -1,4 +1,5 @@
-"""Start a class somewhere and call it: in this process (`inline`) or in processes of their own (`local`).
+"""Start a class somewhere and call it: in this process (`inline`), in processes of their own on this machine (`local`)
+or on the nodes of a Ray cluster (`ray`).
 
 Knows nothing of RL. A worker is an ordinary class whose public methods are `async def` or async generators; it may
 define `open` (called inside the running event loop, after construction) and `close` (called at the end).
@@ -15,16 +16,26 @@ from headway.runtime.handle import with_deadline
 from headway.runtime.inline import InlineRuntime
 from headway.runtime.local import LocalRuntime
 from headway.runtime.offload import offload
+from headway.runtime.ray import RayRuntime, check_ray
 from headway.runtime.together import together
 
-__all__ = ["InlineRuntime", "LocalRuntime", "RemoteError", "Runtime", "offload", "together", "with_deadline"]
+__all__ = [
+    "InlineRuntime",
+    "LocalRuntime",
+    "RayRuntime",
+    "RemoteError",
+    "Runtime",
+    "check_ray",
+    "offload",
+    "together",
+    "with_deadline",
+]
 
 T = TypeVar("T")
 
 
 class Runtime(Protocol):
-    @property
-    def num_machines(self) -> int:
+    async def num_machines(self) -> int:
         """On how many machines a worker may be started."""
         ...
 

@@ -1,26 +1,41 @@
-"""Frames between two processes, and how errors cross: both ends of a Unix-domain socket are a `Channel`.
+"""Frames between two processes, and how errors cross: both ends of a socket are a `Channel`.
 
 A frame is a header (payload length, call number, kind) and a payload in `codec`'s encoding. The header is not part
 of the encoding, so that a payload this process cannot read still fails the call it belongs to, and only that one.
+
+The first frames prove to each end that the other has the run's token, which itself never travels: the client sends a
+nonce (HELLO), the worker answers with its own and a keyed hash of both (CHALLENGE), the client with another (PROOF).
+Until then an end reads at most `MAX_UNVERIFIED_BYTES` of a frame and decodes nothing. Nothing is encrypted.
+
+An address is PLACE/RUN/NUMBER, and no two workers of a run have the same: a Unix-domain socket's path, or HOST:PORT
+and then the run and the number. Both hashes are over it, so that whoever took over a dead worker's port is not it.
 """
 
 import asyncio
+import hmac
+import socket
 import struct
 import traceback
 from abc import ABC, abstractmethod
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from headway.errors import BY_NAME, HeadwayError
 
-TOKEN, CALL, CANCEL, RESULT, ITEM, END, ERROR = range(7)
+HELLO, CHALLENGE, PROOF, CALL, CANCEL, RESULT, ITEM, END, ERROR = range(9)
 
-TOKEN_BYTES = 32
+TOKEN_BYTES = NONCE_BYTES = 32
 MAX_UNVERIFIED_BYTES = 64
 MAX_FRAME_BYTES = 2**31 - 1
+BACKLOG = 4096  # clients that may connect before a busy worker accepts them
 
 _HEADER = struct.Struct("<IQB")
 _READ_BYTES = 256 * 1024
 _LARGE_BYTES = 64 * 1024
+_SILENCE_S = 30  # after which a machine that no longer acknowledges that it is there counts as lost
+_UNREAD_S = 120  # the same for one that does not take what was sent; it may only have much else to do
+
+C = TypeVar("C", bound="Channel")
 
 
 class RemoteError(HeadwayError):
@@ -48,18 +63,70 @@ def error_from_plain(plain: list[Any]) -> HeadwayError:
     return error
 
 
+def run_of(address: str) -> str:
+    """The run a worker belongs to, by its address."""
+    return address.rsplit("/", 2)[1]
+
+
+def is_unix(address: str) -> bool:
+    return address.startswith("/")
+
+
+def listen_on_path(directory: str, number: int) -> tuple[socket.socket, str]:
+    """A listening socket in a directory that is named after the run, and its address."""
+    listener, address = socket.socket(socket.AF_UNIX), f"{directory}/{number}"
+    listener.bind(address)
+    listener.listen(BACKLOG)
+    return listener, address
+
+
+def listen_on_host(host: str, run: str, number: int) -> tuple[socket.socket, str]:
+    """A listening socket on a free port of this one address of the machine, and its address in the run."""
+    is_v6 = ":" in host
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if is_v6 else socket.AF_INET, backlog=BACKLOG)
+    shown = f"[{host}]" if is_v6 else host
+    return listener, f"{shown}:{listener.getsockname()[1]}/{run}/{number}"
+
+
+async def connect(make: Callable[[], C], address: str) -> C:
+    loop = asyncio.get_running_loop()
+    if is_unix(address):
+        return (await loop.create_unix_connection(make, address))[1]
+    host, _, port = address.rsplit("/", 2)[0].rpartition(":")
+    return (await loop.create_connection(make, host.strip("[]"), int(port)))[1]
+
+
+def proof(token: bytes, side: str, address: str, nonces: bytes) -> bytes:
+    """What only a holder of the token can say, for one side of one connection to one worker."""
+    return hmac.digest(token, f"{side} {address} ".encode() + nonces, "sha256")
+
+
+def _watch_over(connection: socket.socket) -> None:
+    """A machine that vanished says no goodbye: have the kernel notice it."""
+    if connection.family == socket.AF_UNIX:
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_S // 2)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENCE_S // 6)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_S)
+
+
 class Channel(asyncio.BufferedProtocol, ABC):
-    """One end of a connection: whole frames in, whole frames out.
+    """One end of a connection: whole frames in, whole frames out, once each end has proved itself to the other.
 
     Frames of one turn of the event loop leave in one write. Received payloads are views into a buffer that is used
-    again: a subclass decodes them before it returns.
+    again: a subclass decodes them before it returns. Calls made before the other end is verified leave once it is.
     """
 
     transport: asyncio.Transport
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._max_bytes = max_bytes
+        self._max_bytes = MAX_UNVERIFIED_BYTES
+        self._held: list[tuple[int, int, bytes]] | None = []  # None once the other end is verified
         self._buffer = bytearray(_READ_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
@@ -72,6 +139,17 @@ class Channel(asyncio.BufferedProtocol, ABC):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        _watch_over(transport.get_extra_info("socket"))
+
+    @abstractmethod
+    def prove(self, kind: int, payload: bytes) -> bool:
+        """Answer a frame of an end that is not verified yet; False turns it away."""
+
+    def verified(self) -> None:
+        self._max_bytes = MAX_FRAME_BYTES
+        held, self._held = self._held, None
+        for frame in held or ():
+            self.send(*frame)
 
     @abstractmethod
     def frame_received(self, kind: int, call: int, payload: memoryview) -> None:
@@ -83,6 +161,9 @@ class Channel(asyncio.BufferedProtocol, ABC):
                 f"a message of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}; send it in pieces"
             )
         if self.transport.is_closing():
+            return
+        if self._held is not None and kind >= CALL:
+            self._held.append((kind, call, payload))
             return
         header = _HEADER.pack(len(payload), call, kind)
         if len(payload) > _LARGE_BYTES:
@@ -149,7 +230,11 @@ class Channel(asyncio.BufferedProtocol, ABC):
             return False
         if begin + num_bytes <= self._end:
             self._start = begin + num_bytes
-            self.frame_received(kind, call, self._view[begin : begin + num_bytes])
+            payload = self._view[begin : begin + num_bytes]
+            if self._held is None:
+                self.frame_received(kind, call, payload)
+            elif not self.prove(kind, bytes(payload)):
+                self.transport.abort()
             return True
         if _HEADER.size + num_bytes > len(self._buffer):
             payload, self._large_end = memoryview(bytearray(num_bytes)), self._end - begin

@@ -6,8 +6,9 @@ Invariant that lives here:
 """
 
 import asyncio
+import hmac
 import inspect
-import os
+import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Self, TypeVar, cast
@@ -21,19 +22,20 @@ T = TypeVar("T")
 
 _END = object()
 _EXIT_S = 5.0  # a connection that broke waits this long for the operating system to say how the worker ended
-_TOKENS: dict[str, bytes] = {}  # a run's socket directory -> its token
-_PEERS: dict[str, "Peer"] = {}  # a worker's socket -> this process's one connection to it
+_CONNECT_S = 30.0  # for the other machine's kernel to answer; the worker itself need not be free
+_TOKENS: dict[str, bytes] = {}  # a run -> its token
+_PEERS: dict[str, "Peer"] = {}  # a worker's address -> this process's one connection to it
 
 
-def join_run(directory: str, token: bytes) -> None:
-    """Let this process connect to the workers whose sockets lie in `directory`."""
-    _TOKENS[directory] = token
+def join_run(run: str, token: bytes) -> None:
+    """Let this process connect to the workers of `run`."""
+    _TOKENS[run] = token
 
 
-def leave_run(directory: str) -> None:
-    _TOKENS.pop(directory, None)
-    for socket in [socket for socket in _PEERS if os.path.dirname(socket) == directory]:
-        _PEERS.pop(socket).disconnect()
+def leave_run(run: str) -> None:
+    _TOKENS.pop(run, None)
+    for address in [address for address in _PEERS if channel.run_of(address) == run]:
+        _PEERS.pop(address).disconnect()
 
 
 def remote_methods(cls: type) -> dict[str, bool]:
@@ -83,8 +85,8 @@ Waiter = asyncio.Future[Any] | Inbox
 class Peer:
     """One worker as this process sees it; connects at the first call."""
 
-    def __init__(self, name: str, socket: str, log: str) -> None:
-        self.name, self.socket, self.log = name, socket, log
+    def __init__(self, name: str, address: str, log: str) -> None:
+        self.name, self.address, self.log = name, address, log
         self.exit: asyncio.Task[WorkerDied] | None = None  # only in the process that started it
         self.connection: Connection | None = None
         self._connecting: asyncio.Task[Connection] | None = None
@@ -133,14 +135,13 @@ class Peer:
         return await asyncio.shield(self._connecting)  # others may wait for the same connection
 
     async def _open_connection(self) -> "Connection":
-        loop = asyncio.get_running_loop()
         try:
-            _, connection = await loop.create_unix_connection(lambda: Connection(self), self.socket)
-        except OSError as error:
+            async with asyncio.timeout(_CONNECT_S):
+                return await channel.connect(lambda: Connection(self), self.address)
+        except OSError as error:  # TimeoutError is one
             raise await self.ended() from error
         finally:
             self._connecting = None
-        return connection
 
     def disconnect(self) -> None:
         if self.connection is not None:
@@ -159,16 +160,28 @@ class Connection(Channel):
     """The calls of this process to one worker, told apart by number."""
 
     def __init__(self, peer: Peer) -> None:
-        super().__init__(channel.MAX_FRAME_BYTES)
+        super().__init__()
         self._peer = peer
+        self._token = _TOKENS.get(channel.run_of(peer.address), b"")
+        self._nonce = secrets.token_bytes(channel.NONCE_BYTES)
         self._pending: dict[int, Waiter] = {}
         self._num_calls = 0
         self._failing: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.send(channel.TOKEN, 0, _TOKENS.get(os.path.dirname(self._peer.socket), b""))
+        self.send(channel.HELLO, 0, self._nonce)
         self._peer.connection = self
+
+    def prove(self, kind: int, payload: bytes) -> bool:
+        """Only to whoever has the token already does this side say that it has it, too."""
+        nonces, theirs = self._nonce + payload[: channel.NONCE_BYTES], payload[channel.NONCE_BYTES :]
+        expected = channel.proof(self._token, "worker", self._peer.address, nonces)
+        if kind != channel.CHALLENGE or not hmac.compare_digest(theirs, expected):
+            return False
+        self.send(channel.PROOF, 0, channel.proof(self._token, "client", self._peer.address, nonces))
+        self.verified()
+        return True
 
     def post(self, payload: bytes, waiter: Waiter) -> int:
         """Send a call; its answer, its items or an error will come to `waiter`."""
@@ -251,18 +264,18 @@ class Handle:
         return method
 
     def to_plain(self) -> list[Any]:
-        return [self._peer.name, self._peer.socket, self._peer.log, self._methods, self._deadline_s]
+        return [self._peer.name, self._peer.address, self._peer.log, self._methods, self._deadline_s]
 
     @classmethod
     def from_plain(cls, plain: list[Any]) -> Self:
-        name, socket, log, methods, deadline_s = plain
-        return cls(find_peer(name, socket, log), methods, deadline_s)
+        name, address, log, methods, deadline_s = plain
+        return cls(find_peer(name, address, log), methods, deadline_s)
 
 
-def find_peer(name: str, socket: str, log: str) -> Peer:
-    if socket not in _PEERS:
-        _PEERS[socket] = Peer(name, socket, log)
-    return _PEERS[socket]
+def find_peer(name: str, address: str, log: str) -> Peer:
+    if address not in _PEERS:
+        _PEERS[address] = Peer(name, address, log)
+    return _PEERS[address]
 
 
 def with_deadline(handle: T, seconds: float) -> T:

@@ -11,17 +11,17 @@ CLOSE_S = 10.0
 
 
 class InlineRuntime:
-    num_machines = 1
-
     def __init__(self) -> None:
         self._workers: dict[str, Any] = {}
 
     async def start(self, name: str, cls: type[T], *args: Any, threads: int = 1) -> T:
-        worker = cls(*args)
-        self._workers[name] = worker
+        worker = self._workers[name] = cls(*args)
         if hasattr(worker, "open"):
             await worker.open()
         return worker
+
+    async def num_machines(self) -> int:
+        return 1
 
     async def failure(self) -> WorkerDied:
         """Never returns: a worker that shares this process dies with it."""
@@ -34,7 +34,7 @@ class InlineRuntime:
             await _close(name, worker)
 
     async def close(self) -> None:
-        for name in reversed(list(self._workers)):
+        for name in reversed([*self._workers]):
             await self.stop(name)
 
 

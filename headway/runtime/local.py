@@ -12,25 +12,22 @@ import secrets
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from headway import codec
 from headway.errors import WorkerDied
 from headway.runtime import channel
 from headway.runtime.handle import Handle, Peer, find_peer, join_run, leave_run, remote_methods
+from headway.runtime.process import closed, describe_exit, execute, obituary, open_arguments
 
 T = TypeVar("T")
 
 CLOSE_S = 10.0
 _LOG = logging.getLogger(__name__)
-_BACKLOG = 4096  # clients that may connect before a busy worker accepts them
-_MAX_DIRECTORY = 80  # characters; a Unix-domain socket's whole path must stay below 108
-_TAIL_BYTES = 8192
+_MAX_DIRECTORY = 24  # characters; the whole path of a Unix-domain socket, Ray's own among them, must stay below 108
 
 
 @dataclass(eq=False)
@@ -54,41 +51,29 @@ class _Worker:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def obituary(self, code: int) -> WorkerDied:
-        name = self.peer.name
-        if self.closing:
-            return WorkerDied(f"worker {name} was closed", name)
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        last_words = self._last_words()
-        said = f"last words: {last_words!r}" if last_words else "it left no last words"
-        sentence = f"worker {name} ended ({how}) while it was still needed"
-        return WorkerDied(f"{sentence}; {said}; see {self.peer.log}", name)
-
-    def _last_words(self) -> str:
-        lines: list[str] = []
-        with suppress(OSError), open(self.peer.log, "rb") as log:
-            log.seek(max(self.log_offset, os.path.getsize(self.peer.log) - _TAIL_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return closed(self.peer) if self.closing else obituary(self.peer, describe_exit(code), self.log_offset)
 
 
 class LocalRuntime:
     """Standard output and error of worker NAME go to `log_dir`/NAME.log; `deadline_s` bounds each call."""
 
-    num_machines = 1
-
     def __init__(self, log_dir: Path, deadline_s: float) -> None:
         self._log_dir, self._deadline_s = log_dir, deadline_s
         log_dir.mkdir(parents=True, exist_ok=True)
         short = None if len(tempfile.gettempdir()) < _MAX_DIRECTORY else "/tmp"
-        self._sockets = tempfile.mkdtemp(prefix="headway-", dir=short)
+        self.directory = tempfile.mkdtemp(prefix="headway-", dir=short)
         self._token = secrets.token_bytes(channel.TOKEN_BYTES)
-        join_run(self._sockets, self._token)
-        self._workers: list[_Worker] = []
+        join_run(self._run, self._token)
+        self._workers: dict[str, _Worker] = {}
         self._num_started = 0
         self._deaths: asyncio.Queue[WorkerDied] = asyncio.Queue()
 
+    @property
+    def _run(self) -> str:
+        return os.path.basename(self.directory)
+
     async def start(self, name: str, cls: type[T], *args: Any, threads: int = 1) -> T:
-        spec = (_class_path(cls), [str(entry) for entry in sys.path], threads, codec.encode(list(args)))
+        spec = open_arguments(cls, args, threads)
         worker = await self._spawn(name, threads)
         try:
             await worker.peer.call("open", spec, {}, self._deadline_s)
@@ -99,75 +84,58 @@ class LocalRuntime:
             worker.closing = True
             worker.kill()
             await asyncio.wait({worker.ended}, timeout=CLOSE_S)
-            self._forget(worker)
+            if self._workers.get(name) is worker:
+                self._forget(name)
             raise
         return cast(T, Handle(worker.peer, remote_methods(cls), self._deadline_s))
+
+    async def num_machines(self) -> int:
+        return 1
 
     async def failure(self) -> WorkerDied:
         return await self._deaths.get()
 
     async def stop(self, name: str) -> None:
-        for worker in [worker for worker in self._workers if worker.peer.name == name]:
+        if (worker := self._workers.get(name)) is not None:
             try:
                 await self._stop(worker)
             finally:
-                self._forget(worker)
+                if self._workers.get(name) is worker:
+                    self._forget(name)
 
     async def close(self) -> None:
         try:
-            for worker in reversed(list(self._workers)):
-                await self._stop(worker)
+            for name in reversed([*self._workers]):
+                await self.stop(name)
         finally:
-            for worker in list(self._workers):
-                self._forget(worker)
-            shutil.rmtree(self._sockets, ignore_errors=True)
-            leave_run(self._sockets)
-
-    def _forget(self, worker: _Worker) -> None:
-        """Nothing of a worker stays behind, however it ended."""
-        worker.closing = True
-        worker.kill()
-        if worker in self._workers:
-            self._workers.remove(worker)
-            os.close(worker.lifeline)
-            worker.lifeline = -1
+            for name in [*self._workers]:
+                self._forget(name)
+            shutil.rmtree(self.directory, ignore_errors=True)
+            leave_run(self._run)
 
     async def _spawn(self, name: str, threads: int) -> _Worker:
-        path, log = f"{self._sockets}/{self._num_started}", self._log_dir / f"{name}.log"
-        self._num_started += 1
+        log = self._log_dir / f"{name}.log"
         # The parent listens before the child exists, so nobody ever connects too early.
-        with socket.socket(socket.AF_UNIX) as listener, log.open("ab") as output:
-            listener.bind(path)
-            listener.listen(_BACKLOG)
+        listener, address = self._listen()
+        with listener, log.open("ab") as output:
             log_offset = output.tell()  # the child moves the position they share
-            process, lifeline = await self._execute(name, threads, listener, output)
-        worker = _Worker(find_peer(name, path, str(log)), process, lifeline, log_offset)
+            process, lifeline = await execute(name, address, listener, output.fileno(), self._token, threads)
+        worker = _Worker(find_peer(name, address, str(log)), process, lifeline, log_offset)
         worker.peer.exit = asyncio.create_task(self._watch(worker))
-        self._workers.append(worker)
+        self._forget(name)
+        self._workers[name] = worker
         return worker
 
-    async def _execute(
-        self, name: str, threads: int, listener: socket.socket, output: BinaryIO
-    ) -> tuple[asyncio.subprocess.Process, int]:
-        read_end, lifeline = os.pipe()
-        try:
-            os.write(lifeline, self._token)
-            # Not asyncio's PIPE: in Python 3.11 its wait() also waits for every process that inherited the pipe.
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-u", "-m", "headway.runtime.worker", name, str(listener.fileno())),
-                stdin=read_end,
-                stdout=output,
-                stderr=output,
-                pass_fds=(listener.fileno(),),
-                start_new_session=True,
-                env=_environment(threads),
-            )
-        except BaseException:
-            os.close(lifeline)
-            raise
-        finally:
-            os.close(read_end)
-        return process, lifeline
+    def _forget(self, name: str) -> None:
+        """Kill the worker that has this name, if it still lives, and let go of its lifeline."""
+        if (worker := self._workers.pop(name, None)) is not None:
+            worker.closing = True
+            worker.kill()
+            os.close(worker.lifeline)
+
+    def _listen(self) -> tuple[socket.socket, str]:
+        self._num_started += 1
+        return channel.listen_on_path(self.directory, self._num_started)
 
     async def _watch(self, worker: _Worker) -> WorkerDied:
         """Wait for the end of a worker; then fail what is pending on it and kill what it left running."""
@@ -193,18 +161,3 @@ class LocalRuntime:
             await asyncio.wait({worker.ended}, timeout=close_s)
         elif worker.process.returncode:
             _LOG.warning("worker %s did not close cleanly; see %s", worker.peer.name, worker.peer.log)
-
-
-def _class_path(cls: type) -> str:
-    if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
-        raise TypeError(f"{cls.__qualname__} must be defined at the top of a module that another process can import")
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _environment(threads: int) -> dict[str, str]:
-    package_root = str(Path(codec.__file__).parent.parent)
-    python_path = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-    # By default libgomp's threads spin at every barrier: beside another busy process, products become 10 times slower.
-    patience = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000")}
-    return {**os.environ, **counts, **patience, "PYTHONPATH": os.pathsep.join(python_path)}

@@ -1,4 +1,4 @@
-"""The main of a worker process: `python -m headway.runtime.worker NAME SOCKET_FD`, started by `local.py`.
+"""The main of a worker process: `python -m headway.runtime.worker NAME SOCKET_FD ADDRESS`, started by `process.py`.
 
 Standard input is the lifeline: it brings the run's token, later one byte that asks the worker to close, and its end
 means that the parent is gone. Which class to construct arrives as the first call, `open`.
@@ -10,11 +10,14 @@ import faulthandler
 import hmac
 import importlib
 import os
+import secrets
+import select
 import shutil
 import signal
 import socket
 import sys
 import threading
+import warnings
 from contextlib import aclosing
 from typing import Any
 
@@ -25,13 +28,14 @@ from headway.runtime.handle import join_run, remote_methods
 from headway.runtime.offload import offload, start_compute_thread
 
 _PR_SET_PDEATHSIG = 1
+_PROOF_S = 60.0  # a client that has not shown by then that it has the token is turned away
 
 
 class Service:
     """The one object of this process, and what runs on it."""
 
-    def __init__(self, name: str, token: bytes) -> None:
-        self.name, self.token = name, token
+    def __init__(self, name: str, address: str, token: bytes) -> None:
+        self.name, self.address, self.token = name, address, token
         self.tasks: set[asyncio.Task[None]] = set()
         self.closing = False
         self.methods: dict[str, bool] = {"open": False}
@@ -72,30 +76,46 @@ class Connection(Channel):
     """The calls of one client process; they are cancelled when it goes away."""
 
     def __init__(self, service: Service) -> None:
-        super().__init__(channel.MAX_UNVERIFIED_BYTES)
+        super().__init__()
         self._service = service
-        self._verified = False
+        self._nonces = b""  # the client's and then ours, once it has sent its own
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._patience = self._loop.call_later(_PROOF_S, self.transport.abort)
+
+    def prove(self, kind: int, payload: bytes) -> bool:
+        service = self._service
+        if kind == channel.HELLO and len(payload) == channel.NONCE_BYTES and not self._nonces:
+            nonce = secrets.token_bytes(channel.NONCE_BYTES)
+            self._nonces = payload + nonce
+            ours = channel.proof(service.token, "worker", service.address, self._nonces)
+            self.send(channel.CHALLENGE, 0, nonce + ours)
+            return True
+        expected = channel.proof(service.token, "client", service.address, self._nonces)
+        if kind != channel.PROOF or not self._nonces or not hmac.compare_digest(payload, expected):
+            return False
+        self._stop_waiting()
+        self.verified()
+        return True
+
+    def _stop_waiting(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
 
     def frame_received(self, kind: int, call: int, payload: memoryview) -> None:
-        if not self._verified:
-            self._verify(kind, payload)
-        elif kind == channel.CALL:
+        if kind == channel.CALL:
             self._start_call(call, payload)
         elif kind == channel.CANCEL and call in self._tasks:
             self._tasks[call].cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._stop_waiting()
         for task in self._tasks.values():
             task.cancel()
-
-    def _verify(self, kind: int, payload: memoryview) -> None:
-        if kind != channel.TOKEN or not hmac.compare_digest(payload, self._service.token):
-            self.transport.abort()
-            return
-        self._verified = True
-        self._max_bytes = channel.MAX_FRAME_BYTES
 
     def _start_call(self, call: int, payload: memoryview) -> None:
         try:
@@ -140,8 +160,8 @@ class Connection(Channel):
 class Lifeline:
     """The pipe from the parent; when it breaks, this process and all it started are killed."""
 
-    def __init__(self, sockets: str) -> None:
-        self._sockets = sockets
+    def __init__(self, sockets: str | None) -> None:
+        self._sockets = sockets  # the run's directory of sockets on this machine, if it has one
         # User code that reads standard input must not swallow the parent's word.
         self._fd = os.dup(0)
         null = os.open(os.devnull, os.O_RDONLY)
@@ -151,6 +171,25 @@ class Lifeline:
         signal.signal(signal.SIGHUP, lambda *_: self._vanish())
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
+
+    def leave_reaper(self) -> None:
+        """Have a process of this group kill it when the pipe breaks: this one may be stopped, or killed alone.
+
+        So does Ray 2.60: it kills the child of an actor that has to end, and nothing below that child.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: the child takes no thread's lock
+            if os.fork():
+                return
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in range(3):
+            os.dup2(null, descriptor)
+        os.closerange(3, self._fd)
+        os.closerange(self._fd + 1, os.sysconf("SC_OPEN_MAX"))
+        hang_up = select.poll()
+        hang_up.register(self._fd, 0)  # without being asked to, poll tells of nothing else
+        hang_up.poll()
+        os.killpg(0, signal.SIGKILL)
 
     def read(self, num_bytes: int) -> bytes:
         data = b""
@@ -165,7 +204,8 @@ class Lifeline:
         self.read(1)
 
     def _vanish(self) -> bytes:
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
         return b""
 
@@ -173,22 +213,24 @@ class Lifeline:
 async def _serve(service: Service, lifeline: Lifeline, listener: socket.socket) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     threading.Thread(target=lifeline.watch, args=(loop, stop), daemon=True).start()
-    server = await loop.create_unix_server(lambda: Connection(service), sock=listener)
+    listen = loop.create_unix_server if channel.is_unix(service.address) else loop.create_server
+    server = await listen(lambda: Connection(service), sock=listener, backlog=channel.BACKLOG)
     await stop.wait()
     server.close()
     await service.close()
 
 
 def main() -> None:
-    name, listener = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
-    sockets = os.path.dirname(listener.getsockname())
+    name, listener, address = sys.argv[1], socket.socket(fileno=int(sys.argv[2])), sys.argv[3]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which decides
     faulthandler.enable()
-    lifeline = Lifeline(sockets)
+    lifeline = Lifeline(os.path.dirname(address) if channel.is_unix(address) else None)
+    if not channel.is_unix(address):
+        lifeline.leave_reaper()
     token = lifeline.read(channel.TOKEN_BYTES)
-    join_run(sockets, token)
+    join_run(channel.run_of(address), token)
     start_compute_thread()
-    asyncio.run(_serve(Service(name, token), lifeline, listener))
+    asyncio.run(_serve(Service(name, address, token), lifeline, listener))
     # Closed in order. The compute thread may still be at something that never ends, and nobody waits for that.
     sys.stdout.flush()
     sys.stderr.flush()

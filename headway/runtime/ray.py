@@ -1,0 +1,193 @@
+"""Every worker in a process of its own on some node of a Ray cluster.
+
+Ray places and starts workers and brings home what they print (`cluster.py`, in a process of its own); calls go over
+channels from process to process, as on one machine. So a run here is, bit for bit, the run of the local runtime.
+
+Invariant that lives here:
+ 15. Nothing hangs: a worker that dies, or whose node does, fails what is pending on it, with its name and the last
+     words that came home; one that does not close in time is killed; none outlives the controller.
+"""
+
+import asyncio
+import importlib.util
+import logging
+import os
+import re
+import secrets
+from collections.abc import Awaitable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, cast
+
+from headway.errors import ConfigError, DeadlineExceeded, HeadwayError, WorkerDied
+from headway.runtime import channel
+from headway.runtime.cluster import Cluster
+from headway.runtime.handle import Handle, Peer, find_peer, join_run, leave_run, remote_methods, with_deadline
+from headway.runtime.local import CLOSE_S, LocalRuntime
+from headway.runtime.process import closed, describe_exit, obituary, open_arguments
+
+T = TypeVar("T")
+
+Resources = Mapping[str, float]
+"""How much of what a worker needs at its node: CPU, GPU, memory in bytes, or a resource of the cluster's own."""
+
+_LOG = logging.getLogger(__name__)
+_DRIVER = "ray"
+_CONNECT_S = 60.0
+_PLACE_S = 300.0
+_SILENCE_S = 120.0  # longer than what the driver waits for a keeper, so that it is the keeper that is named
+
+
+def check_ray() -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("run.runtime = ray needs Ray, which is not installed; pip install 'headway-rl[ray]'")
+
+
+@dataclass
+class _Worker:
+    number: int
+    peer: Peer
+    log: BinaryIO
+    log_offset: int
+    how: str = "nobody knows how"
+    started: bool = False
+    closing: bool = False
+
+    @property
+    def ended(self) -> asyncio.Task[WorkerDied]:
+        assert self.peer.exit is not None
+        return self.peer.exit
+
+
+class RayRuntime:
+    """What worker NAME prints goes to `log_dir`/NAME.log; `deadline_s` bounds each call.
+
+    `resources` says what workers of one kind need: those whose names are that word, or that word and a number.
+    """
+
+    def __init__(
+        self, log_dir: Path, deadline_s: float, address: str = "", resources: Mapping[str, Resources] | None = None
+    ) -> None:
+        check_ray()
+        self._log_dir, self._deadline_s, self._address = log_dir, deadline_s, address
+        self._resources = resources or {}
+        self._local = LocalRuntime(log_dir, min(_CONNECT_S, deadline_s))
+        self._run, self._token = f"headway-{secrets.token_hex(8)}", secrets.token_bytes(channel.TOKEN_BYTES)
+        join_run(self._run, self._token)
+        self._connecting: asyncio.Task[Cluster] | None = None
+        self._workers: dict[str, _Worker] = {}
+        self._num_started = 0
+        self._deaths: asyncio.Queue[WorkerDied] = asyncio.Queue()
+
+    async def start(self, name: str, cls: type[T], *args: Any, threads: int = 1) -> T:
+        spec = open_arguments(cls, args, threads)
+        worker = await self._place(name, threads)
+        try:
+            await worker.peer.call("open", spec, {}, self._deadline_s)
+        except BaseException:
+            await self._end(worker, kill=True)
+            raise
+        worker.started = True
+        return cast(T, Handle(worker.peer, remote_methods(cls), self._deadline_s))
+
+    async def num_machines(self) -> int:
+        return await (await self._connect()).num_machines()
+
+    async def failure(self) -> WorkerDied:
+        return await self._deaths.get()
+
+    async def stop(self, name: str) -> None:
+        if (worker := self._workers.pop(name, None)) is not None:
+            await self._end(worker)
+
+    async def close(self) -> None:
+        try:
+            for name in reversed([*self._workers]):
+                await self.stop(name)
+        finally:
+            if self._connecting is not None:
+                self._connecting.cancel()
+                await asyncio.wait({self._connecting})
+            await self._local.close()  # Ray ends with its driver, and every worker that is left with Ray
+            leave_run(self._run)
+
+    async def _connect(self) -> Cluster:
+        """The driver, started with the first worker."""
+        if self._connecting is None:
+            self._connecting = asyncio.create_task(self._start_driver())
+        return await asyncio.shield(self._connecting)
+
+    async def _start_driver(self) -> Cluster:
+        place_s = min(_PLACE_S, self._deadline_s)
+        try:
+            cluster = await self._local.start(_DRIVER, Cluster, self._address, self._local.directory, place_s)
+        except DeadlineExceeded as error:
+            where = f"ray.address = {self._address}" if self._address else "a Ray cluster on this machine"
+            log = self._log_dir / f"{_DRIVER}.log"
+            raise ConfigError(f"{where} did not answer within {_CONNECT_S:g} s; is it there? see {log}") from error
+        return with_deadline(cluster, 2 * place_s)
+
+    async def _place(self, name: str, threads: int) -> _Worker:
+        await self.stop(name)
+        cluster = await self._connect()
+        number, path = self._num_started, self._log_dir / f"{name}.log"
+        self._num_started += 1
+        needs = dict(self._resources.get(re.sub(r"-\d+$", "", name), {}))
+        try:
+            address = await cluster.place(number, name, needs, threads, os.getcwd(), self._run, self._token)
+        except WorkerDied as error:
+            if error.worker == _DRIVER:
+                self._connecting = None  # the next start is by a new one
+            raise
+        log = path.open("ab", buffering=0)
+        worker = _Worker(number, find_peer(name, address, str(path)), log, log.tell())
+        worker.peer.exit = asyncio.create_task(self._follow(worker, cluster))
+        self._workers[name] = worker
+        return worker
+
+    async def _follow(self, worker: _Worker, cluster: Cluster) -> WorkerDied:
+        """Write down what a worker prints until it ends; then fail what is pending on it."""
+        try:
+            async for output in with_deadline(cluster, _SILENCE_S).follow(worker.number):
+                if isinstance(output, int):
+                    worker.how = describe_exit(output)
+                else:
+                    with suppress(OSError):  # a full disk is for those to name who need what they write
+                        worker.log.write(output)
+        except HeadwayError as error:
+            worker.how = str(error)
+            if isinstance(error, DeadlineExceeded):  # a driver that hangs: with it end the workers it is silent about
+                self._connecting = None
+                await self._local.stop(_DRIVER)
+        finally:
+            worker.log.close()
+        died = closed(worker.peer) if worker.closing else obituary(worker.peer, worker.how, worker.log_offset)
+        worker.peer.disconnect()
+        if worker.started and not worker.closing:
+            self._deaths.put_nowait(died)
+        return died
+
+    async def _end(self, worker: _Worker, kill: bool = False) -> None:
+        """Ask a worker to close, and kill it if it does not."""
+        if worker.ended.done():
+            return
+        worker.closing = True
+        close_s = min(CLOSE_S, self._deadline_s)
+        cluster = with_deadline(await self._connect(), close_s)
+        if not kill:
+            await self._wait_for(worker, close_s, cluster.close_worker(worker.number))
+            if not worker.ended.done():
+                _LOG.warning("worker %s did not close within %g s and was killed", worker.peer.name, close_s)
+            elif worker.how != describe_exit(0):
+                _LOG.warning("worker %s did not close cleanly; see %s", worker.peer.name, worker.peer.log)
+        if not worker.ended.done():
+            await self._wait_for(worker, close_s, cluster.kill_worker(worker.number))
+        if not worker.ended.done():
+            worker.ended.cancel()  # the driver then gives its keeper up
+            await asyncio.wait({worker.ended})
+
+    async def _wait_for(self, worker: _Worker, seconds: float, asking: Awaitable[None]) -> None:
+        with suppress(HeadwayError):  # the worker may have ended meanwhile, or the driver with all of them
+            await asking
+        await asyncio.wait({worker.ended}, timeout=seconds)
