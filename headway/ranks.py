@@ -11,6 +11,7 @@ Invariants that live here:
 """
 
 import asyncio
+import copy
 import os
 import shutil
 import time
@@ -240,7 +241,7 @@ class RankedTrainer:
     async def _ask(self, method: str, arguments: Sequence[tuple[Any, ...]], joint: bool) -> list[Any]:
         """The answers of all ranks, or of the first few if there are arguments for those only."""
         if self._cause is not None:
-            raise type(self._cause)(str(self._cause))
+            raise copy.copy(self._cause)
         calls = zip(self._ranks, arguments, strict=False)
         tasks = [asyncio.ensure_future(getattr(rank, method)(*given)) for rank, given in calls]
         try:

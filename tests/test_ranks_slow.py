@@ -293,18 +293,3 @@ def test_invariants_14_and_16_a_run_of_two_ranks_killed_and_resumed_comes_to_the
             assert one.read_bytes() == other.read_bytes()
             assert plain_model(str(directory / "model")).config.model_type == "llama"
     assert digests[0] == digests[1] and len(set(digests[0])) == 5
-
-
-@pytest.mark.timeout(600)
-def test_a_dead_rank_ends_the_run_with_its_name(tmp_path: Path, tiny_model: str) -> None:
-    run_section = {"runtime": "local", "steps": 100_000}
-    path = write_config(tmp_path, tiny_model, run=run_section, trainer={"ranks": 2})
-    config = load(path)
-    with HeadwayProcess("train", path, run=Path(config.run.dir)) as run:
-        run.wait_until(lambda events: count(events, "trained") > 1, "two training steps")
-        (rank,) = [p for p in run.descendants() if "headway.runtime.worker trainer-1 " in " ".join(p.cmdline())]
-        rank.kill()
-        assert run.wait() == 1
-        assert not run.descendants()
-        assert "worker trainer-1 ended (signal 9) while it was still needed" in run.output
-    check_record(config, run.events())
