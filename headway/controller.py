@@ -343,10 +343,8 @@ class Controller:
             self._supervisor.serves(self._trainer)
             await asyncio.Event().wait()
 
-        async def on_lost() -> None:
-            """Generation goes on with the weights it has, as far as admission allows."""
-
-        await self._supervisor.keep(self._trainer, serve, on_lost)
+        # Meanwhile generation goes on with the weights it has, as far as admission allows.
+        await self._supervisor.keep(self._trainer, serve)
 
     async def _bring_back(self, trainer: AnyTrainer) -> None:
         """A new trainer to the version of the lost one, as a resume would; its weights to whom they did not reach."""

@@ -63,7 +63,7 @@ class Board:
     def on_event(self, event: Event) -> None:
         look = self._looks.on_event(event)
         if look is not None:
-            self.looks.setdefault(look.engine, deque()).append(look)
+            self._add_look(look)
         match event.kind:
             case "run_started":
                 self._on_run_started(event)
@@ -90,7 +90,8 @@ class Board:
                 self._on_gone(str(event.fields.get("worker", event.fields.get("engine"))))
             case "ended":
                 self.ended = event
-        self._forget(event.time - RECENT_S)
+        while len(self.waits) > 2 and self.waits[1].time < event.time - RECENT_S:
+            self.waits.popleft()
 
     def _on_run_started(self, event: Event) -> None:
         config: dict[str, Any] = event["config"]
@@ -112,13 +113,12 @@ class Board:
         if self.waits and self.waits[-1]["engine"] == worker:
             self.waits.clear()
 
-    def _forget(self, before: float) -> None:
-        """Drop what is not recent, but never an engine's latest: looks may be far apart."""
-        for looks in self.looks.values():
-            while len(looks) > 1 and looks[0].end < before:
-                looks.popleft()
-        while len(self.waits) > 2 and self.waits[1].time < before:
-            self.waits.popleft()
+    def _add_look(self, look: Look) -> None:
+        """What is not recent goes, but never an engine's latest: looks may be far apart."""
+        looks = self.looks.setdefault(look.engine, deque())
+        looks.append(look)
+        while len(looks) > 1 and looks[0].end < look.end - RECENT_S:
+            looks.popleft()
 
     @property
     def generated_per_s(self) -> float:

@@ -12,6 +12,7 @@ Invariants that live here:
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ from headway.supervise import LOST, Kept, Supervisor, within
 from headway.types import Admission, EngineStats, Group, Scores, WeightUpdate
 
 _DRAIN_LOOK_S = 0.05
+_MOST_LOOKS_PER_S = 100
+"""At all engines together: with very many, each is looked at less often than the config says."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Member(Kept[Engine]):
 
     def end(self) -> None:
         super().end()
-        self.confirmed, self.stats, self.limit, self.pace, self.slow = -1, None, 0, Pace(), False
+        self.stats, self.limit, self.pace, self.slow = None, 0, Pace(), False
 
 
 class Roster:
@@ -83,7 +86,10 @@ class Roster:
         self._lives: dict[str, asyncio.Task[object]] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self.published: Published | None = None
-        self._moved = asyncio.Event()  # something of the above has changed
+        self._versions: Counter[int] = Counter()  # proved versions, by how many engines
+        # Each is set once and replaced: what is published; what engines have proved; who serves among rollout workers.
+        self._news, self._moved, self._staffed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._reconnect = asyncio.Event()  # rollout workers have to be told who is there
 
     def _member(self, name: str, engine: Engine | None) -> Member:
         return Member(name, engine, lambda: self._fleet.start_engine(name))
@@ -95,12 +101,13 @@ class Roster:
         """Begin to look after everybody, in tasks of the run."""
         self._tasks = tasks
         keep = self._supervisor.keep
-        self._lives["reward"] = tasks.create_task(keep(self._rewards, self._serve_rewards, self._on_lost))
+        self._lives["reward"] = tasks.create_task(keep(self._rewards, self._serve_rewards))
         for name, kept in self._rollout.items():
             self._lives[name] = tasks.create_task(self._keep_rollout(name, kept))
         for member in self.engines.values():
             self._lives[member.name] = tasks.create_task(self._keep_engine(member))
-        self._lives["telling"] = tasks.create_task(self._tell_loads())
+        self._lives["loads"] = tasks.create_task(self._tell_loads())
+        self._lives["connections"] = tasks.create_task(self._tell_connections())
 
     def let_go(self) -> None:
         """The run is over: nobody is looked after any more."""
@@ -119,35 +126,36 @@ class Roster:
 
         One that was lost or leaves counts until the log says so.
         """
-        return min((m.confirmed for m in self.engines.values() if m.confirmed >= 0), default=None)
+        return min(self._versions, default=None)
+
+    def _confirm(self, member: Member, version: int) -> None:
+        """The engine has proved a version, or with -1 is gone. Constant time, because every admission asks."""
+        self._versions[member.confirmed] -= 1
+        self._versions[version] += 1
+        member.confirmed = version
+        self._versions = +self._versions
+        self._versions.pop(-1, None)
+        self._moved.set()
+        self._moved = asyncio.Event()
+        self._changed.set()
 
     async def publish(self, published: Published) -> None:
         """Let every engine have these weights; returns before they have them."""
         self.published = published
         await self._to_rollout(self._inform)  # before any token can be sampled under it
-        self._note()
+        self._news.set()
+        self._news = asyncio.Event()
 
     async def current(self) -> None:
         """Wait until every engine that is up has proved what is published: then nobody reads older weights."""
-        while not all(self._is_current(member) for member in self.engines.values()):
-            await self._next_move()
+        for member in list(self.engines.values()):
+            while not self._is_current(member):
+                await self._moved.wait()
 
     def _is_current(self, member: Member) -> bool:
         assert self.published is not None
-        gone = member.worker is None or member.lost.done()
+        gone = member.worker is None or member.lost.done() or member.name not in self.engines
         return gone or member.confirmed == self.published.update.version
-
-    def _note(self) -> None:
-        self._moved.set()
-        self._moved = asyncio.Event()
-        self._changed.set()
-
-    async def _next_move(self) -> None:
-        await self._moved.wait()
-
-    async def _on_lost(self) -> None:
-        self._note()
-        await self._to_rollout(self._connect)
 
     # Engines
 
@@ -165,15 +173,19 @@ class Roster:
                 tasks.create_task(self._follow(member, engine))
                 tasks.create_task(self._look_after(member))
 
-        is_spare = lambda: bool(self.serving)  # noqa: E731
-        cause = await self._supervisor.keep(member, _unwrapped(serve), self._on_lost, is_spare=is_spare)
+        def on_lost() -> list[int]:
+            self._confirm(member, -1)
+            self._reconnect.set()
+            return []
+
+        cause = await self._supervisor.keep(member, _unwrapped(serve), on_lost, lambda: bool(self.serving))
         await self._remove(member, str(cause))
 
     async def _follow(self, member: Member, engine: Engine) -> None:
         """Consumes published versions, each as soon as the last is proved; produces an engine that may serve."""
         while True:
             while self.published is None or member.confirmed == self.published.update.version:
-                await self._next_move()
+                await self._news.wait()
             published = self.published
             try:
                 await self._send(member.name, published.update, published.reference)
@@ -182,25 +194,24 @@ class Roster:
             except (WorkerDied, WeightsUnreachable):
                 await self._await_other_weights(engine, published)
                 continue
-            member.confirmed = published.update.version
+            self._confirm(member, published.update.version)
             if not member.serving.is_set():
                 self._supervisor.serves(member)
                 if member.asked_for and not member.life:
                     self._log.append("joined", engine=member.name, version=member.confirmed)
-                await self._to_rollout(self._connect)
-            self._note()
+                self._reconnect.set()
 
     async def _await_other_weights(self, engine: Engine, published: Published) -> None:
         """The trainer may have died with its weights, and not the engine: then it will publish them again."""
         await self._look(engine, "an engine")
         while self.published is published:
-            await self._next_move()
+            await self._news.wait()
 
     async def _look(self, engine: Engine, name: str) -> EngineStats:
         return await within(self._config.supervise.health_s, f"a look at {name}", engine.stats())
 
     async def _look_after(self, member: Member) -> None:
-        every_s = self._config.metrics.stats_every_s
+        every_s = max(self._config.metrics.stats_every_s, len(self.engines) / _MOST_LOOKS_PER_S)
         told = time.monotonic()
 
         async def look(engine: Engine) -> None:
@@ -261,7 +272,6 @@ class Roster:
     async def _let_leave(self, member: Member) -> None:
         """What it has sampled is given back first, and goes on elsewhere; then it is ended."""
         member.leaving = True
-        self._note()
         await self._to_rollout(self._connect)
         try:
             async with asyncio.timeout(self._config.supervise.health_s):
@@ -278,7 +288,7 @@ class Roster:
     async def _remove(self, member: Member, cause: str) -> None:
         self.engines.pop(member.name, None)
         self._log.append("left", engine=member.name, cause=cause)
-        self._note()
+        self._confirm(member, -1)
         await self._to_rollout(self._connect)
         await self._fleet.stop(member.name)
         if not self.engines:
@@ -307,7 +317,7 @@ class Roster:
     async def _rollout_for(self, group: int) -> Kept[RolloutWorker]:
         """By turns among those that serve."""
         while not (serving := [kept for kept in self._rollout.values() if kept.serving.is_set()]):
-            await self._next_move()
+            await self._staffed.wait()
         return serving[group % len(serving)]
 
     async def _keep_rollout(self, name: str, kept: Kept[RolloutWorker]) -> None:
@@ -315,17 +325,15 @@ class Roster:
             await self._connect(worker)
             await self._inform(worker)
             self._supervisor.serves(kept)
-            self._note()
+            self._staffed.set()
+            self._staffed = asyncio.Event()
             await self._supervisor.look_after(kept, self._look_at_rollout, self._config.metrics.stats_every_s)
 
         def take_groups() -> list[int]:
             groups, self._groups[name] = self._groups[name], []
             return sorted(groups)
 
-        async def on_lost() -> None:
-            self._note()
-
-        await self._supervisor.keep(kept, serve, on_lost, take_groups)
+        await self._supervisor.keep(kept, serve, take_groups)
 
     async def _look_at_rollout(self, worker: RolloutWorker) -> None:
         found: RolloutStats = await worker.stats()
@@ -384,6 +392,13 @@ class Roster:
         loads = {member.name: member.load for member in self.serving}
         limits = {member.name: -(-member.limit // num_workers) for member in self.serving if member.limit}
         await worker.inform(newest, loads, limits)
+
+    async def _tell_connections(self) -> None:
+        """Many changes that come together are told once."""
+        while True:
+            await self._reconnect.wait()
+            self._reconnect.clear()
+            await self._to_rollout(self._connect)
 
     async def _tell_loads(self) -> None:
         """A worker knows its own requests; those of the others, and limits, it has to be told."""

@@ -128,7 +128,7 @@ class Router:
     def set_engines(self, engines: Mapping[str, Engine], lives: Mapping[str, int], leaving: tuple[str, ...]) -> None:
         """Take over who serves now; an engine of the same life keeps what is known of it."""
         for name, post in list(self._posts.items()):
-            if lives.get(name) != post.life:
+            if name not in engines or lives[name] != post.life:
                 self._posts.pop(name).withdraw("it is gone")
         for name, engine in engines.items():
             post = self._posts.setdefault(name, Post(name, lives[name], engine))

@@ -95,21 +95,19 @@ class Supervisor:
         self,
         kept: Kept[T],
         serve: Callable[[T], Awaitable[None]],
-        on_lost: Callable[[], Awaitable[None]],
-        take_groups: Callable[[], list[int]] = list,
+        on_lost: Callable[[], list[int]] = list,
         is_spare: Callable[[], bool] = lambda: False,
     ) -> HeadwayError:
         """Keep a worker alive until it was lost too often; then end the run, or return the cause if it is spare.
 
-        `serve` gives the worker what it needs, calls `serves`, and goes on for as long as it lives; `on_lost` tells
-        the others; `take_groups` says which groups have to begin again without it.
+        `serve` gives the worker what it needs, calls `serves`, and goes on for as long as it lives; `on_lost` happens
+        with the event that tells of the loss, and says which groups have to begin again.
         """
         self._kept[kept.name], restarts = kept, Restarts(self._section)
         while True:
             cause = await self._serve(kept, serve)
             kept.end()
-            self._log.append("worker_lost", worker=kept.name, cause=str(cause), groups=take_groups())
-            await on_lost()
+            self._log.append("worker_lost", worker=kept.name, cause=str(cause), groups=on_lost())
             while kept.worker is None:
                 await self._fleet.stop(kept.name)
                 wait_s = restarts.lost(time.monotonic())

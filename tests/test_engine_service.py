@@ -13,6 +13,7 @@ import pytest
 from driving import alone, drive, group_of, make_core, make_request, plain_model, prompt, teacher_forced
 
 from headway.config import EngineSection
+from headway.engine import embedded
 from headway.engine.embedded import EmbeddedEngine
 from headway.errors import ConfigError, RequestRefused, WeightMismatch, WorkerDied
 from headway.models import named_weights
@@ -248,7 +249,28 @@ def test_an_abort_ends_the_request_now_and_its_completion_says_so(tiny_model: st
     run(scenario())
 
 
-def test_a_key_in_use_is_refused_and_its_first_user_goes_on(tiny_model: str) -> None:
+def test_a_key_whose_user_has_just_died_is_given_to_who_begins_again(tiny_model: str) -> None:
+    async def scenario() -> None:
+        async with opened(tiny_model) as engine:
+            request = make_request(prompt(20), max_tokens=200)
+            dying = asyncio.create_task(complete(engine, request))
+            while not (await engine.stats()).num_generated:
+                await asyncio.sleep(0)
+            async with engine._between_steps:  # a decode step is under way
+                dying.cancel()
+                again = asyncio.create_task(complete(engine, request))
+                for _ in range(20):
+                    await asyncio.sleep(0)
+            _, completion = await again
+            assert completion.tokens.tolist() == alone(tiny_model, request).tokens.tolist()
+            assert dying.cancelled() and (await engine.stats()).kv_used == 0
+
+    run(scenario())
+
+
+def test_a_key_in_use_is_refused_and_its_first_user_goes_on(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "KEY_WAIT_S", 0.05)
+
     async def scenario() -> None:
         async with opened(tiny_model) as engine:
             request = make_request(prompt(20), max_tokens=50)

@@ -303,7 +303,7 @@ def test_an_engine_that_hangs_is_found_by_a_look_and_its_requests_go_on(make_sta
     (lost,) = kinds(events, "worker_lost")
     assert lost["worker"] == "engine-1" and "a look at engine-1 took longer than" in lost["cause"]
     swapped = next(e for e in events if e.kind == "swapped" and e["engine"] == "engine-1" and e["version"] == 2)
-    assert lost.time - swapped.time < 0.4 + 0.3
+    assert lost.time - swapped.time < 0.4 + 3.0
 
 
 def drop_last(array: Any) -> Any:
@@ -347,6 +347,7 @@ def test_requests_of_a_lost_engine_bring_their_tokens_to_the_next(make_stage: Ma
     check_finished(stage.config, events)
     continued = kinds(events, "continued")
     assert sum(event["tokens"] for event in continued) > 0
+    assert max(event["seconds"] for event in continued) < 5
     assert sum(event["requests"] for event in continued) > 0
 
 
@@ -474,9 +475,9 @@ class Paced(FakeEngine):
 def test_an_engine_far_slower_than_the_others_is_told_of_once_and_replaced_if_wanted(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
-    monkeypatch.setattr(looks, "PACE_WINDOW_S", 0.2)
+    monkeypatch.setattr(looks, "PACE_WINDOW_S", 0.4)
     sections = {
-        "run": {"steps": 20},
+        "run": {"steps": 40},
         "supervise": {"replace_slow": replaced},
         "metrics": {"stats_every_s": 0.01, "tensorboard": False},
     }
@@ -486,7 +487,7 @@ def test_an_engine_far_slower_than_the_others_is_told_of_once_and_replaced_if_wa
     check_finished(stage.config, events)
     (told,) = kinds(events, "slow")
     assert told["engine"] == "engine-0"
-    assert told["tokens_per_s"] == pytest.approx(1e4, rel=0.3) and told["others_per_s"] == pytest.approx(1e5, rel=0.3)
+    assert told["tokens_per_s"] < 0.25 * told["others_per_s"]
     lost = [(event["worker"], event["cause"]) for event in kinds(events, "worker_lost")]
     assert len(lost) == replaced
     assert all(worker == "engine-0" and "is slow" in cause for worker, cause in lost)

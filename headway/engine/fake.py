@@ -63,7 +63,8 @@ class FakeEngine:
             stop = StopReason.ABORTED if aborted.is_set() else reason
             yield Completion(whole.tokens, whole.logprobs, whole.versions, stop)
         finally:
-            self._running.pop(name, None)
+            if self._running.get(name) is aborted:  # else the key is another's by now
+                del self._running[name]
 
     def _draw(self, request: Request) -> tuple[Ints, StopReason]:
         """All tokens of a completion, which depend on the request's key and seed alone, and why it ends."""

@@ -6,6 +6,7 @@ weights are swapped and probes are scored. Receiving weights happens beside runn
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,7 +16,8 @@ from headway.errors import RequestRefused, WorkerDied
 from headway.runtime import offload
 from headway.types import Chunk, Completion, EngineStats, Ints, Request, RequestKey, Scores, SwapReport, WeightUpdate
 
-_DRAIN_LOOK_S = 0.002
+KEY_WAIT_S = 2.0
+_LOOK_S = 0.002
 
 
 class EmbeddedEngine:
@@ -75,8 +77,7 @@ class EmbeddedEngine:
     async def generate(self, request: Request) -> AsyncIterator[Chunk | Completion]:
         self._check_alive()
         name = str(request.key)
-        if name in self._streams:
-            raise RequestRefused(f"request {name} is already being generated; give each call a key of its own")
+        await self._await_key(name)
         stream = self._streams[name] = asyncio.Queue[Chunk | Completion]()
         finished = False
         try:
@@ -94,6 +95,14 @@ class EmbeddedEngine:
                     self._core.drop(request.key)
             # Only now: a request that reuses the key must not be handed what was meant for this one.
             del self._streams[name]
+
+    async def _await_key(self, name: str) -> None:
+        """Whoever used the key before may have died, and its request is being dropped; a living one keeps its key."""
+        deadline = time.monotonic() + KEY_WAIT_S
+        while name in self._streams:
+            if time.monotonic() > deadline:
+                raise RequestRefused(f"request {name} is already being generated; give each call a key of its own")
+            await asyncio.sleep(_LOOK_S)
 
     async def _next(self, stream: asyncio.Queue[Chunk | Completion]) -> Chunk | Completion:
         """The stream's next item; if generation broke, its error instead of silence."""
@@ -137,7 +146,7 @@ class EmbeddedEngine:
         self._wake.set()
         while not self._core.is_idle:
             self._check_alive()
-            await asyncio.sleep(_DRAIN_LOOK_S)
+            await asyncio.sleep(_LOOK_S)
 
     async def pause(self) -> None:
         self._paused = True
