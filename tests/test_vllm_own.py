@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,15 @@ BOUND = 1e-4  # nats; vLLM and transformers in fp32 were seen to differ by 3e-6
 @pytest.fixture(scope="module")
 def model(tiny_variant: Callable[[str], str]) -> str:
     return tiny_variant(MODEL)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Weights and sockets go with the server, however it ended."""
+    temporary = Path(tempfile.gettempdir())
+    before = set(temporary.glob("headway-vllm-*"))
+    yield
+    assert not set(temporary.glob("headway-vllm-*")) - before
 
 
 def test_with_top_k_and_top_p_logprobs_are_those_of_the_full_distribution(model: str) -> None:
@@ -66,7 +75,6 @@ def test_a_server_that_cannot_start_says_why_in_one_sentence(model: str) -> None
     said = str(error.value)
     assert "the vLLM server ended (exit code 2)" in said and "nonsense" in said and "check engine.vllm_args" in said
     assert "\n" not in said
-    assert not list(Path(tempfile.gettempdir()).glob("headway-vllm-*"))
 
 
 def test_a_killed_server_is_noticed_at_once_and_leaves_nothing_behind(model: str) -> None:
@@ -93,7 +101,6 @@ def test_a_killed_server_is_noticed_at_once_and_leaves_nothing_behind(model: str
     assert said.startswith("the vLLM server") and "\n" not in said
     _, left = psutil.wait_procs(processes, timeout=20)
     assert not left
-    assert not list(Path(tempfile.gettempdir()).glob("headway-vllm-*"))
 
 
 # Whole runs
@@ -124,7 +131,6 @@ def test_a_run_trains_on_vllm_with_parity_reported_and_every_load_proved(tmp_pat
     assert (Path(config.run.dir) / "logs/engine.log").stat().st_size > 1000, (
         "the server's output is in the worker's log"
     )
-    assert not list(Path(tempfile.gettempdir()).glob("headway-vllm-*"))
 
 
 def test_a_killed_run_takes_its_server_with_it(tmp_path: Path, model: str) -> None:
@@ -134,4 +140,3 @@ def test_a_killed_run_takes_its_server_with_it(tmp_path: Path, model: str) -> No
         headway.wait_until(lambda events: any(event.kind == "trained" for event in events), "a training step")
         assert any("vllm.entrypoints.cli.main" in one.cmdline() for one in headway.descendants())
         headway.kill(everything=False)  # asserts that nothing is left
-    assert not list(Path(tempfile.gettempdir()).glob("headway-vllm-*"))
