@@ -199,7 +199,8 @@ class WeightsSection(Section):
         description="how weights reach engines: auto, or some of shared_memory, stream and disk, the best first",
     )
     address: str = Field(
-        "127.0.0.1", description="where the trainer serves weights to other machines; 0.0.0.0 is all its addresses"
+        "",
+        description="where the trainer serves weights; empty is loopback, or its own address among several machines",
     )
     dir: str = Field("", description="where transport disk writes; empty means the run directory's weights/")
 

@@ -15,7 +15,7 @@ from headway.config import Config, WeightsSection
 from headway.engine import Engine
 from headway.errors import ConfigError, WorkerDied
 from headway.runtime import InlineRuntime, LocalRuntime, RayRuntime, Runtime, together, with_deadline
-from headway.weight_stream import is_loopback
+from headway.weight_stream import LOOPBACK, OWN, is_loopback
 
 if TYPE_CHECKING:
     from headway.ranks import AnyTrainer
@@ -241,16 +241,17 @@ def how_weights_travel(config: Config, num_machines: int) -> WeightsSection:
         by_gpu = gpus_only and config.engine.kind == "embedded" and config.run.runtime != "ray"
         transport = "cuda" if by_gpu else "shared_memory"
     directory = section.dir or str(Path(config.run.dir).absolute() / "weights")
-    resolved = section.model_copy(update={"transport": transport, "dir": directory})
+    address = section.address or (OWN if num_machines > 1 else LOOPBACK)
+    resolved = section.model_copy(update={"transport": transport, "dir": directory, "address": address})
     if num_machines > 1 and not {"stream", "disk"} & {*resolved.transports}:
         raise ConfigError(
             f"weights.transport = {transport} reaches engines of the trainer's machine only, and there are "
             f"{num_machines} machines; set auto, stream or disk"
         )
-    if num_machines > 1 and "disk" not in resolved.transports and is_loopback(section.address):
+    if num_machines > 1 and "disk" not in resolved.transports and is_loopback(address):
         raise ConfigError(
-            f"weights.address = {section.address} cannot be reached from the other {num_machines - 1} machines; set "
-            "0.0.0.0, or an address of the trainer's machine"
+            f"weights.address = {address} cannot be reached from the other {num_machines - 1} machines; leave it out, "
+            "or name an address of the trainer's machine"
         )
     return resolved
 

@@ -30,6 +30,8 @@ Span = tuple[TensorInfo, int, int]
 """A piece of a tensor that is moved at once: the tensor, its first byte, its number of bytes."""
 
 LOOPBACK = "127.0.0.1"
+OWN = "own"
+"""In place of an address: the one by which other machines reach this one."""
 MAX_BUCKET_BYTES = 2**26
 CONNECT_S = 10.0
 ANSWER_S = 60.0
@@ -105,6 +107,7 @@ class WeightServer:
     """Serves a source's versions to whoever proves the token; a thread for each client."""
 
     def __init__(self, address: str, source: Source) -> None:
+        address = own_address() if address == OWN else address
         self.token = secrets.token_bytes(_PROOF_BYTES)
         self._source = source
         self._listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)

@@ -47,11 +47,12 @@ def test_a_way_that_cannot_reach_every_machine_is_refused_with_what_to_do() -> N
         "set auto, stream or disk"
     )
     with pytest.raises(ConfigError) as error:
-        how_weights_travel(config_of({}), 3)
+        how_weights_travel(config_of({"address": "127.0.0.1"}), 3)
     assert str(error.value) == (
-        "weights.address = 127.0.0.1 cannot be reached from the other 2 machines; set 0.0.0.0, or an address of the "
-        "trainer's machine"
+        "weights.address = 127.0.0.1 cannot be reached from the other 2 machines; leave it out, or name an address of "
+        "the trainer's machine"
     )
+    assert [how_weights_travel(config_of({}), number).address for number in (1, 3)] == ["127.0.0.1", "own"]
     assert how_weights_travel(config_of({"transport": "stream,disk"}), 2).transports == ("stream", "disk")
 
 
