@@ -1,7 +1,7 @@
 """Real vLLM servers for tests: the CPU build in an environment of its own, on models of a few layers.
 
 `make test-slow` installs that environment and names its interpreter in HEADWAY_VLLM_PYTHON. Models have heads of 32:
-vLLM's attention on a CPU has no smaller ones.
+vLLM's attention on a CPU does not run those of 16.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """Weights as files for vLLM: the model directory a server is started on, and each update as one safetensors file.
 
-vLLM 0.32 does not reload a head that is tied to the embeddings: it silently keeps the old weights. So what is served
-is a copy of the model with a head of its own, and every update brings that head, tied or not in the trainer.
+vLLM 0.32 does not reload a head that is tied to the embeddings and not in the file: it silently keeps the old one. So
+what is served is a copy of the model with a head of its own, and every update brings that head, tied or not in the
+trainer.
 
 By hand, for a server named in `engine.urls`: `python -m headway.engine.vllm.served MODEL DTYPE DIRECTORY`.
 """
