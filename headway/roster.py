@@ -54,7 +54,7 @@ class Member(Kept[Engine]):
 
     @property
     def load(self) -> int:
-        return self.stats.running + self.stats.waiting if self.stats else 0
+        return _num_sequences(self.stats) if self.stats else 0
 
     def end(self) -> None:
         super().end()
@@ -151,6 +151,8 @@ class Roster:
         for member in list(self.engines.values()):
             while not self._is_current(member):
                 await self._moved.wait()
+        if self._reconnect.is_set():  # rollout workers shall know all of them, and not first one and then the others
+            await self._to_rollout(self._connect)
 
     def _is_current(self, member: Member) -> bool:
         assert self.published is not None
@@ -192,20 +194,24 @@ class Roster:
             except RemoteError as error:
                 raise WorkerDied(f"{member.name} broke: {error}") from error
             except (WorkerDied, WeightsUnreachable):
-                await self._await_other_weights(engine, published)
+                await self._look(engine, member.name)
+                await self._await_other_weights(published)
                 continue
             self._confirm(member, published.update.version)
             if not member.serving.is_set():
-                self._supervisor.serves(member)
                 if member.asked_for and not member.life:
                     self._log.append("joined", engine=member.name, version=member.confirmed)
+                self._supervisor.serves(member)
                 self._reconnect.set()
 
-    async def _await_other_weights(self, engine: Engine, published: Published) -> None:
-        """The trainer may have died with its weights, and not the engine: then it will publish them again."""
-        await self._look(engine, "an engine")
-        while self.published is published:
-            await self._news.wait()
+    async def _await_other_weights(self, published: Published) -> None:
+        """The engine lives, so the trainer must have died with its weights: it will publish them again."""
+
+        async def wait() -> None:
+            while self.published is published:
+                await self._news.wait()
+
+        await within(self._config.run.deadline_s, f"publishing version {published.update.version} again", wait())
 
     async def _look(self, engine: Engine, name: str) -> EngineStats:
         return await within(self._config.supervise.health_s, f"a look at {name}", engine.stats())
@@ -275,7 +281,7 @@ class Roster:
         await self._to_rollout(self._connect)
         try:
             async with asyncio.timeout(self._config.supervise.health_s):
-                while member.worker is not None and (await member.worker.stats()).running:
+                while member.worker is not None and _num_sequences(await member.worker.stats()):
                     await asyncio.sleep(_DRAIN_LOOK_S)
             if member.worker is not None:
                 self._on_stats(member.name, await member.worker.stats())
@@ -286,7 +292,8 @@ class Roster:
         await self._remove(member, "it was asked to leave")
 
     async def _remove(self, member: Member, cause: str) -> None:
-        self.engines.pop(member.name, None)
+        if self.engines.pop(member.name, None) is None:
+            return  # it could not be kept just as it was to leave
         self._log.append("left", engine=member.name, cause=cause)
         self._confirm(member, -1)
         await self._to_rollout(self._connect)
@@ -422,6 +429,10 @@ class Roster:
                 if self._config.supervise.replace_slow:
                     member.lose(member.worker, HeadwayError(f"{member.name} is slow: {own:.3g} tokens/s a sequence"))
             member.slow = member.name in slow
+
+
+def _num_sequences(stats: EngineStats) -> int:
+    return stats.running + stats.waiting
 
 
 def _unwrapped(serve: Callable[[Engine], Awaitable[None]]) -> Callable[[Engine], Awaitable[None]]:

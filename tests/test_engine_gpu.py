@@ -1,6 +1,7 @@
 """The embedded engine on a GPU: graphs, pages and shared prompts change nothing about what a request is told."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import driving
@@ -20,6 +21,7 @@ from driving import (
     prompt,
     teacher_forced,
 )
+from test_continue import received_before_it_died
 from test_engine import assert_same, mixed_requests, run_with_three_versions, swaps_to_itself, whole
 
 from headway.engine import KvPolicy
@@ -257,3 +259,14 @@ def test_invariant_6_sixteen_bits_stay_near_fp32(
         expected = teacher_forced(reference, whole(request, outcome[request]))[len(request.tokens) :]
         gap = np.abs(outcome[request].logprobs - expected)
         assert gap.mean() < 0.03 and gap.max() < 0.3
+
+
+def test_invariant_5_a_completion_ended_by_another_engine_has_the_tokens_of_an_uninterrupted_one(
+    tiny_model: str, one_step_at_a_time: None
+) -> None:
+    requests = mixed_requests()
+    received = received_before_it_died(tiny_model, requests, 17, deterministic=False)
+    again = [replace(request, sampled=received.get(str(request.key))) for request in requests]
+    calm, outcome = drive(make_core(tiny_model, False), requests), drive(make_core(tiny_model, False), again)
+    for request in requests:
+        assert_same(outcome[request], calm[request], atol=CLOSE)

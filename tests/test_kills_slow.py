@@ -20,6 +20,7 @@ from system import (
     check_finished,
     check_record,
     events_of,
+    headway,
     make_config,
     run_inline,
     write_config,
@@ -229,3 +230,27 @@ def test_a_verifier_process_that_is_killed_is_replaced_and_the_run_goes_on(tmp_p
     events = run.events()
     check_finished(config, events)
     assert not any(event.kind == "dropped" for event in events), "a retry finds another process"
+
+
+def test_engines_join_and_leave_a_run_by_command(tmp_path: Path, tiny_model: str) -> None:
+    path, config = local_run(tmp_path, tiny_model, run={"runtime": "local", "steps": 400})
+    directory = Path(config.run.dir)
+    with HeadwayProcess("train", path, run=directory) as run:
+        run.wait_until(in_training, "a training step")
+        assert "asked for 2 engines" in headway("engines", directory, "--count", "2").stdout
+        run.wait_until(lambda events: served(events, "engine-1"), "an answer of the second engine")
+        assert headway("engines", directory, "--count", "1").returncode == 0
+        run.wait_until(lambda events: any(event.kind == "left" for event in events), "a leave")
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait() == 1
+    events = run.events()
+    check_record(config, events)
+    assert [event["engine"] for event in events if event.kind == "joined"] == ["engine-1"]
+    assert [event["engine"] for event in events if event.kind == "left"] == ["engine-1"]
+    assert not any(event.kind == "worker_lost" for event in events)
+    refused = headway("engines", directory, "--count", "2")
+    assert refused.returncode == 1 and "no run is going on" in refused.stderr
+
+
+def served(events: list[Event], engine: str) -> bool:
+    return any(event.kind == "stats" and event["engine"] == engine and event["num_generated"] > 0 for event in events)

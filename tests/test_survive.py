@@ -493,6 +493,37 @@ def test_an_engine_far_slower_than_the_others_is_told_of_once_and_replaced_if_wa
     assert all(worker == "engine-0" and "is slow" in cause for worker, cause in lost)
 
 
+# Key/value pressure
+
+
+class Pressed(FakeEngine):
+    """Preempts whenever it is looked at with more than six sequences."""
+
+    num_preempted = 0
+
+    async def stats(self) -> EngineStats:
+        found = await super().stats()
+        self.num_preempted += found.running > 6
+        return replace(found, num_preempted=self.num_preempted)
+
+
+def test_an_engine_under_pressure_is_sent_fewer_sequences_at_once(make_stage: MakeStage) -> None:
+    sections = {
+        "run": {"steps": 12},
+        "rollout": {"group_size": 8, "workers": 2},
+        "metrics": {"stats_every_s": 0.005, "tensorboard": False},
+        "engine": {"max_num_seqs": 64, "kv_tokens": 4096},
+    }
+    stage = make_stage(sections, engines=[Pressed(mean_tokens=6.0, seconds_per_token=0.002)])
+    stage.prepared = replace(stage.prepared, held_out=[])
+    events = stage.run()
+    check_finished(stage.config, events)
+    running = [event["running"] for event in kinds(events, "stats")]
+    assert max(running[:20]) > 16, "at first all of them"
+    late = running[len(running) // 2 :]
+    assert sum(late) / len(late) < 12, "then about as many as go without preemption"
+
+
 # Disks
 
 
