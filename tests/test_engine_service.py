@@ -277,8 +277,10 @@ def test_a_key_in_use_is_refused_and_its_first_user_goes_on(tiny_model: str, mon
             task = asyncio.create_task(complete(engine, request))
             while not (await engine.stats()).num_generated:
                 await asyncio.sleep(0)
+            await engine.pause()  # or the first might be done before the second is refused
             with pytest.raises(RequestRefused, match="train/0/0/0 is already being generated"):
                 await complete(engine, request)
+            await engine.resume()
             _, completion = await task
             assert completion.stop == StopReason.LENGTH and len(completion.tokens) == 50
 
