@@ -45,15 +45,19 @@ async def steps_done(controller: Controller, version: int) -> None:
         await asyncio.sleep(0)
 
 
-def killing(name: str, at: int, times: int = 1, told: bool = True) -> During:
-    """A worker dies when a version is reached, and again each time it is back, a few turns later."""
+def killing(
+    name: str, at: int, times: int = 1, told: bool = True, when: Callable[[Any, Controller], bool] = lambda *_: True
+) -> During:
+    """A worker dies when a version is reached, and again each time it is back, a few turns after `when` is true."""
 
     async def during(stage: Stage, controller: Controller) -> None:
         await steps_done(controller, at)
         for _ in range(times):
-            while name not in stage.runtime.workers:
-                await asyncio.sleep(0)
             for _ in range(7):
+                await asyncio.sleep(0)
+            while name not in stage.runtime.workers or not when(stage.runtime.workers[name].worker, controller):
+                if controller.version == controller.config.run.steps:
+                    return
                 await asyncio.sleep(0)
             stage.runtime.kill(name, told)
             await asyncio.sleep(0.005)
@@ -105,9 +109,15 @@ def test_a_restarted_engine_proves_the_current_weights_before_it_serves(make_sta
     assert served and min(version for _, version in served) >= 5, "weights of the start must never serve"
 
 
+def has_groups(worker: Any, controller: Controller) -> bool:
+    return bool(controller.roster._groups["rollout-1"])
+
+
 def test_a_dead_rollout_worker_has_its_groups_begun_again_under_their_ids(make_stage: MakeStage) -> None:
     sections = {"run": {"steps": 12}, "rollout": {"workers": 2, "group_size": 3}}
-    stage = make_stage(sections, engines=timed_engines(1, 0.002), mortal=True, during=killing("rollout-1", 2, times=2))
+    stage = make_stage(
+        sections, engines=timed_engines(1, 0.002), mortal=True, during=killing("rollout-1", 2, times=2, when=has_groups)
+    )
     events = stage.run()
     check_finished(stage.config, events)
     lost = kinds(events, "worker_lost")
