@@ -14,9 +14,9 @@ class ConfigError(HeadwayError):
 
 
 class WorkerDied(HeadwayError):
-    """A worker process ended while somebody still needed it; `worker` names it where the runtime says so."""
+    """A worker process ended while somebody still needed it; `worker` is its name where the runtime says it."""
 
-    def __init__(self, sentence: str, worker: str = "") -> None:
+    def __init__(self, sentence: str = "", worker: str = "") -> None:
         super().__init__(sentence)
         self.worker = worker
 

@@ -44,6 +44,8 @@ async def open_runtime(config: Config, directory: Path) -> AsyncIterator[Runtime
     else:
         runtime = LocalRuntime(directory / "logs", config.run.deadline_s)
     try:
+        if isinstance(runtime, RayRuntime):
+            await runtime.open()
         yield runtime
     finally:
         await runtime.close()

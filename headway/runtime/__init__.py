@@ -36,7 +36,8 @@ class Runtime(Protocol):
     async def start(self, name: str, cls: type[T], *args: Any, threads: int = 1) -> T:
         """Construct `cls(*args)` and open it; returns the object itself or a handle that behaves like it.
 
-        A name may be started again once the worker that had it has died or was stopped.
+        A name may be started again after its death or its stop. One that dies before it is open is no failure: it is
+        this call's error.
         """
         ...
 
@@ -45,7 +46,7 @@ class Runtime(Protocol):
         ...
 
     async def stop(self, name: str) -> None:
-        """End one worker now, by force if it does not answer in a bounded time; that is no failure of it."""
+        """End one worker now, which is no failure; killed if it does not close in a bounded time; dead is fine too."""
         ...
 
     async def close(self) -> None:

@@ -130,6 +130,8 @@ class Peer:
     async def _connect(self) -> "Connection":
         if self._connecting is None:
             self._connecting = asyncio.create_task(self._open_connection())
+            # Whoever waits for it may be gone by the time it fails.
+            self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._connecting)  # others may wait for the same connection
 
     async def _open_connection(self) -> "Connection":

@@ -30,12 +30,13 @@ _LOG = logging.getLogger(__name__)
 _MAX_DIRECTORY = 24  # characters; the whole path of a Unix-domain socket, Ray's own among them, must stay below 108
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
     peer: Peer
     process: asyncio.subprocess.Process
     lifeline: int
     log_offset: int
+    opened: bool = False
     closing: bool = False
 
     @property
@@ -63,7 +64,7 @@ class LocalRuntime:
         self.directory = tempfile.mkdtemp(prefix="headway-", dir=short)
         self._token = secrets.token_bytes(channel.TOKEN_BYTES)
         join_run(self._run, self._token)
-        self._workers: dict[str, _Worker] = {}
+        self._workers: list[_Worker] = []
         self._num_started = 0
         self._deaths: asyncio.Queue[WorkerDied] = asyncio.Queue()
 
@@ -76,10 +77,14 @@ class LocalRuntime:
         worker = await self._spawn(name, threads)
         try:
             await worker.peer.call("open", spec, {}, self._deadline_s)
+            if worker.ended.done():
+                raise worker.ended.result()
+            worker.opened = True
         except BaseException:
             worker.closing = True
             worker.kill()
             await asyncio.wait({worker.ended}, timeout=CLOSE_S)
+            self._forget(worker)
             raise
         return cast(T, Handle(worker.peer, remote_methods(cls), self._deadline_s))
 
@@ -87,19 +92,30 @@ class LocalRuntime:
         return await self._deaths.get()
 
     async def stop(self, name: str) -> None:
-        if (worker := self._workers.get(name)) is not None:
-            await self._stop(worker)
-            self._forget(name)
+        for worker in [worker for worker in self._workers if worker.peer.name == name]:
+            try:
+                await self._stop(worker)
+            finally:
+                self._forget(worker)
 
     async def close(self) -> None:
         try:
-            for name in reversed([*self._workers]):
-                await self.stop(name)
+            for worker in reversed(list(self._workers)):
+                await self._stop(worker)
         finally:
-            for name in [*self._workers]:
-                self._forget(name)
+            for worker in list(self._workers):
+                self._forget(worker)
             shutil.rmtree(self.directory, ignore_errors=True)
             leave_run(self._run)
+
+    def _forget(self, worker: _Worker) -> None:
+        """Nothing of a worker stays behind, however it ended."""
+        worker.closing = True
+        worker.kill()
+        if worker in self._workers:
+            self._workers.remove(worker)
+            os.close(worker.lifeline)
+            worker.lifeline = -1
 
     async def _spawn(self, name: str, threads: int) -> _Worker:
         log = self._log_dir / f"{name}.log"
@@ -110,16 +126,8 @@ class LocalRuntime:
             process, lifeline = await execute(name, address, listener, output.fileno(), self._token, threads)
         worker = _Worker(find_peer(name, address, str(log)), process, lifeline, log_offset)
         worker.peer.exit = asyncio.create_task(self._watch(worker))
-        self._forget(name)
-        self._workers[name] = worker
+        self._workers.append(worker)
         return worker
-
-    def _forget(self, name: str) -> None:
-        """Kill the worker that has this name, if it still lives, and let go of its lifeline."""
-        if (worker := self._workers.pop(name, None)) is not None:
-            worker.closing = True
-            worker.kill()
-            os.close(worker.lifeline)
 
     def _listen(self) -> tuple[socket.socket, str]:
         self._num_started += 1
@@ -131,7 +139,7 @@ class LocalRuntime:
         worker.kill()
         error = worker.obituary(code)
         worker.peer.disconnect()
-        if not worker.closing:
+        if worker.opened and not worker.closing:
             self._deaths.put_nowait(error)
         return error
 
@@ -140,7 +148,7 @@ class LocalRuntime:
             return
         worker.closing = True
         close_s = min(CLOSE_S, self._deadline_s)
-        with suppress(BrokenPipeError):
+        with suppress(OSError):
             os.write(worker.lifeline, b"\n")
         await asyncio.wait({worker.ended}, timeout=close_s)
         if not worker.ended.done():

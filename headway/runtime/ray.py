@@ -51,7 +51,7 @@ class _Worker:
     log: BinaryIO
     log_offset: int
     how: str = "nobody knows how"
-    started: bool = False
+    opened: bool = False
     closing: bool = False
 
     @property
@@ -75,20 +75,27 @@ class RayRuntime:
         self._local = LocalRuntime(log_dir, min(_CONNECT_S, deadline_s))
         self._run, self._token = f"headway-{secrets.token_hex(8)}", secrets.token_bytes(channel.TOKEN_BYTES)
         join_run(self._run, self._token)
+        self.num_machines = 1
         self._connecting: asyncio.Task[Cluster] | None = None
         self._workers: dict[str, _Worker] = {}
         self._num_started = 0
         self._deaths: asyncio.Queue[WorkerDied] = asyncio.Queue()
+
+    async def open(self) -> None:
+        """Connect to the cluster, or start one; on how many machines its nodes are is asked once, here."""
+        self.num_machines = await (await self._connect()).num_machines()
 
     async def start(self, name: str, cls: type[T], *args: Any, threads: int = 1) -> T:
         spec = open_arguments(cls, args, threads)
         worker = await self._place(name, threads)
         try:
             await worker.peer.call("open", spec, {}, self._deadline_s)
+            if worker.ended.done():
+                raise worker.ended.result()
+            worker.opened = True
         except BaseException:
             await self._end(worker, kill=True)
             raise
-        worker.started = True
         return cast(T, Handle(worker.peer, remote_methods(cls), self._deadline_s))
 
     async def failure(self) -> WorkerDied:
@@ -110,7 +117,7 @@ class RayRuntime:
             leave_run(self._run)
 
     async def _connect(self) -> Cluster:
-        """The driver, started with the first worker."""
+        """The driver, started when there is none."""
         if self._connecting is None:
             self._connecting = asyncio.create_task(self._start_driver())
         return await asyncio.shield(self._connecting)
@@ -131,8 +138,9 @@ class RayRuntime:
         number, path = self._num_started, self._log_dir / f"{name}.log"
         self._num_started += 1
         needs = dict(self._resources.get(re.sub(r"-\d+$", "", name), {}))
+        where = os.getcwd(), self.num_machines > 1
         try:
-            address = await cluster.place(number, name, needs, threads, os.getcwd(), self._run, self._token)
+            address = await cluster.place(number, name, needs, threads, *where, self._run, self._token)
         except WorkerDied as error:
             if error.worker == _DRIVER:
                 self._connecting = None  # the next start is by a new one
@@ -161,7 +169,7 @@ class RayRuntime:
             worker.log.close()
         died = closed(worker.peer) if worker.closing else obituary(worker.peer, worker.how, worker.log_offset)
         worker.peer.disconnect()
-        if worker.started and not worker.closing:
+        if worker.opened and not worker.closing:
             self._deaths.put_nowait(died)
         return died
 
