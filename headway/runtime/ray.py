@@ -47,6 +47,7 @@ def check_ray() -> None:
 @dataclass
 class _Worker:
     number: int
+    cluster: Cluster
     peer: Peer
     log: BinaryIO
     log_offset: int
@@ -126,10 +127,12 @@ class RayRuntime:
         place_s = min(_PLACE_S, self._deadline_s)
         try:
             cluster = await self._local.start(_DRIVER, Cluster, self._address, self._local.directory, place_s)
-        except DeadlineExceeded as error:
+        except BaseException as error:
+            self._connecting = None
+            if not isinstance(error, DeadlineExceeded):
+                raise
             where = f"ray.address = {self._address}" if self._address else "a Ray cluster on this machine"
-            log = self._log_dir / f"{_DRIVER}.log"
-            raise ConfigError(f"{where} did not answer within {_CONNECT_S:g} s; is it there? see {log}") from error
+            raise ConfigError(f"{where} does not answer; is it there? ({error})") from error
         return with_deadline(cluster, 2 * place_s)
 
     async def _place(self, name: str, threads: int) -> _Worker:
@@ -146,15 +149,15 @@ class RayRuntime:
                 self._connecting = None  # the next start is by a new one
             raise
         log = path.open("ab", buffering=0)
-        worker = _Worker(number, find_peer(name, address, str(path)), log, log.tell())
-        worker.peer.exit = asyncio.create_task(self._follow(worker, cluster))
+        worker = _Worker(number, cluster, find_peer(name, address, str(path)), log, log.tell())
+        worker.peer.exit = asyncio.create_task(self._follow(worker))
         self._workers[name] = worker
         return worker
 
-    async def _follow(self, worker: _Worker, cluster: Cluster) -> WorkerDied:
+    async def _follow(self, worker: _Worker) -> WorkerDied:
         """Write down what a worker prints until it ends; then fail what is pending on it."""
         try:
-            async for output in with_deadline(cluster, _SILENCE_S).follow(worker.number):
+            async for output in with_deadline(worker.cluster, _SILENCE_S).follow(worker.number):
                 if isinstance(output, int):
                     worker.how = describe_exit(output)
                 else:
@@ -179,7 +182,7 @@ class RayRuntime:
             return
         worker.closing = True
         close_s = min(CLOSE_S, self._deadline_s)
-        cluster = with_deadline(await self._connect(), close_s)
+        cluster = with_deadline(worker.cluster, close_s)
         if not kill:
             await self._wait_for(worker, close_s, cluster.close_worker(worker.number))
             if not worker.ended.done():
@@ -191,6 +194,7 @@ class RayRuntime:
         if not worker.ended.done():
             worker.ended.cancel()  # the driver then gives its keeper up
             await asyncio.wait({worker.ended})
+            worker.peer.disconnect()
 
     async def _wait_for(self, worker: _Worker, seconds: float, asking: Awaitable[None]) -> None:
         with suppress(HeadwayError):  # the worker may have ended meanwhile, or the driver with all of them
