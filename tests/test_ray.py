@@ -39,6 +39,7 @@ async def on_cluster(tmp_path: Path, deadline_s: float = 30.0, **needs: dict[str
     address = ray_cluster.cluster().address
     runtime = RayRuntime(tmp_path / "logs", deadline_s, address, {**ray_cluster.PLACES, **needs})
     try:
+        await runtime.num_machines()
         yield runtime
     finally:
         await runtime.close()
@@ -102,6 +103,7 @@ def test_each_kind_of_worker_goes_where_its_resources_are_and_calls_cross_nodes(
         async with on_cluster(tmp_path) as runtime:
             kinds = {"engine-0": "127.0.0.2", "engine-1": "127.0.0.2", "trainer": "127.0.0.3"}
             kinds |= {"rollout-0": "127.0.0.1", "reward": "127.0.0.1"}
+            assert await runtime.num_machines() == 3
             started = await asyncio.gather(*(runtime.start(name, Probe) for name in kinds))
             assert dict(zip(kinds, map(host_of, started), strict=True)) == kinds
             for worker in started:
@@ -225,7 +227,7 @@ def test_an_address_where_no_cluster_is_meets_its_deadline(tmp_path: Path, monke
         runtime = RayRuntime(tmp_path / "logs", 30.0, address)
         try:
             with pytest.raises(ConfigError, match=rf"^ray.address = {address} "):
-                await runtime.start("probe", Probe)
+                await runtime.num_machines()
         finally:
             await runtime.close()
 
@@ -242,6 +244,7 @@ def test_a_local_cluster_keeps_to_loopback_and_shows_no_token(tmp_path: Path) ->
     async def body() -> None:
         runtime = RayRuntime(tmp_path / "logs", 60.0)
         try:
+            assert await runtime.num_machines() == 1
             probe = await runtime.start("probe", Probe, threads=3)
             (driver,) = [process for process in workers_here() if process.cmdline()[5] == "ray"]
             family = [driver, *driver.children(recursive=True)]
@@ -270,6 +273,7 @@ from headway.runtime import RayRuntime
 
 async def main():
     runtime = RayRuntime(pathlib.Path(sys.argv[1]), 60.0, sys.argv[2])
+    await runtime.num_machines()
     probes = await asyncio.gather(*(runtime.start(name, Probe) for name in ("one", "two")))
     blocked = asyncio.create_task(probes[0].pass_gate())
     print(*[await probe.pid() for probe in probes], await probes[1].breed(), flush=True)

@@ -62,6 +62,7 @@ def make_runtime(kind: str, log_dir: Path, deadline_s: float) -> Runtime:
 async def running(tmp_path: Path, kind: str = "local", deadline_s: float = 15.0) -> AsyncIterator[Runtime]:
     runtime = make_runtime(kind, tmp_path / "logs", deadline_s)
     try:
+        await runtime.num_machines()  # starts Ray, where it is Ray
         yield runtime
     finally:
         await runtime.close()

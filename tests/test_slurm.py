@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 import psutil
 import pytest
@@ -36,45 +38,73 @@ STAND_INS = {
 }
 
 
-def slurm(tmp_path: Path, *arguments: str) -> "subprocess.Popen[str]":
-    commands = tmp_path / "commands"
-    commands.mkdir()
-    for name, body in STAND_INS.items():
-        (commands / name).write_text(f"#!/bin/bash\n{body}\n")
-        (commands / name).chmod(0o755)
-    path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
-    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node-[1-2]"}
-    return subprocess.Popen(
-        ["bash", str(SCRIPT), *arguments],
-        cwd=ROOT,
-        env={**os.environ, **job, "PATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+class Job:
+    """The script as a batch job, in a session of its own; on leaving, nothing of it may be left."""
 
+    def __init__(self, tmp_path: Path, *arguments: str) -> None:
+        commands = tmp_path / "commands"
+        commands.mkdir()
+        for name, body in STAND_INS.items():
+            (commands / name).write_text(f"#!/bin/bash\n{body}\n")
+            (commands / name).chmod(0o755)
+        path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
+        here = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node-[1-2]", "PATH": path}
+        self._output = open(tmp_path / "job.out", "w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            ["bash", str(SCRIPT), *arguments],
+            cwd=ROOT,
+            env={**here, **job},
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._family: set[psutil.Process] = set()
 
-def end(job: "subprocess.Popen[str]", family: set[psutil.Process]) -> str:
-    """Wait for its end, with nothing left of it; what it printed."""
-    try:
-        output, _ = job.communicate(timeout=2 * DEADLINE_S)
-    finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
-    _, left = psutil.wait_procs(family, timeout=60)
-    assert not left, f"left behind: {[process.cmdline() for process in left]}"
-    assert not os.path.exists(f"/tmp/headway-{os.getpid()}")
-    return output
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        left = self.descendants()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._output.close()
+        shutil.rmtree(f"/tmp/headway-{os.getpid()}", ignore_errors=True)
+
+    @property
+    def output(self) -> str:
+        self._output.seek(0)
+        return self._output.read()
+
+    def descendants(self) -> set[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            self._family |= set(psutil.Process(self.process.pid).children(recursive=True))
+        return {process for process in self._family if process.is_running()}
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended by itself and left neither processes nor files."""
+        deadline = time.monotonic() + 2 * DEADLINE_S
+        while self.process.poll() is None:
+            self.descendants()
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.1)
+        _, left = psutil.wait_procs(self._family, timeout=60)
+        assert not left, f"left behind: {[process.cmdline() for process in left]}"
+        assert not os.path.exists(f"/tmp/headway-{os.getpid()}")
+        return self.process.returncode
 
 
 def test_the_script_is_bash_and_says_how_it_is_used(tmp_path: Path) -> None:
     subprocess.run(["bash", "-n", SCRIPT], check=True)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", SCRIPT], check=True)
-    job = slurm(tmp_path)
-    assert end(job, set()) == "usage: sbatch examples/slurm/train.sbatch CONFIG [--section.key=value ...]\n"
-    assert job.returncode == 2
+    with Job(tmp_path) as job:
+        assert job.wait() == 2
+        assert job.output == "usage: sbatch examples/slurm/train.sbatch CONFIG [--section.key=value ...]\n"
 
 
 @pytest.mark.slow
@@ -82,9 +112,9 @@ def test_the_script_is_bash_and_says_how_it_is_used(tmp_path: Path) -> None:
 def test_a_run_is_spread_over_the_nodes_of_an_allocation(tmp_path: Path, tiny_model: str) -> None:
     path = write_config(tmp_path, tiny_model, run={"steps": 2})
     config = load(path)
-    job = slurm(tmp_path, str(path), '--ray.engine={"node:127.0.1.2" = 0.1}', '--ray.trainer={"node:127.0.1.1" = 0.1}')
-    output = end(job, set())
-    assert job.returncode == 0, output
+    places = ['--ray.engine={"node:127.0.1.2" = 0.1}', '--ray.trainer={"node:127.0.1.1" = 0.1}']
+    with Job(tmp_path, str(path), *places) as job:
+        assert job.wait() == 0, job.output
     check_finished(config, read(Path(config.run.dir) / "events.jsonl"))
 
 
@@ -93,17 +123,19 @@ def test_a_run_is_spread_over_the_nodes_of_an_allocation(tmp_path: Path, tiny_mo
 def test_a_run_ends_in_order_when_its_time_is_up(tmp_path: Path, tiny_model: str) -> None:
     path = write_config(tmp_path, tiny_model, run={"steps": 100_000})
     events = Path(load(path).run.dir) / "events.jsonl"
-    job = slurm(tmp_path, str(path), '--ray.engine={"node:127.0.1.2" = 0.1}')
-    deadline = time.monotonic() + 2 * DEADLINE_S
-    while not events.exists() or not fold(read(events)).num_trained:
-        assert job.poll() is None and time.monotonic() < deadline, job.communicate()[0]
-        time.sleep(0.1)
-    family = set(psutil.Process(job.pid).children(recursive=True))
-    engine = next(process for process in family if "headway.runtime.worker engine " in " ".join(process.cmdline()))
-    assert {connection.laddr.ip for connection in engine.net_connections() if connection.status == "LISTEN"} == {
-        "127.0.1.2"
-    }
-    job.send_signal(signal.SIGTERM)  # to the batch shell alone, as --signal=B:TERM does
-    assert "stopped; `--resume` goes on" in end(job, family)
-    assert job.returncode == 1
+    with Job(tmp_path, str(path), '--ray.engine={"node:127.0.1.2" = 0.1}') as job:
+        deadline = time.monotonic() + 2 * DEADLINE_S
+        while not events.exists() or not fold(read(events)).num_trained:
+            assert job.process.poll() is None and time.monotonic() < deadline, job.output
+            time.sleep(0.1)
+        engine = [process for process in job.descendants() if "headway.runtime.worker engine " in line(process)]
+        sockets = [socket for process in engine for socket in process.net_connections() if socket.status == "LISTEN"]
+        assert {socket.laddr.ip for socket in sockets} == {"127.0.1.2"}
+        job.process.send_signal(signal.SIGTERM)  # to the batch shell alone, as --signal=B:TERM does
+        assert job.wait() == 1
+        assert "stopped; `--resume` goes on" in job.output
     assert fold(read(events)).status == "stopped"
+
+
+def line(process: psutil.Process) -> str:
+    return " ".join(process.cmdline())

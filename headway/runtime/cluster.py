@@ -65,16 +65,25 @@ class Cluster:
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
     async def num_machines(self) -> int:
-        return len({node["NodeManagerAddress"] for node in self._ray.nodes() if node["Alive"]})
+        return len({node["NodeManagerAddress"] for node in self._nodes()})
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        return [node for node in self._ray.nodes() if node["Alive"]]
 
     async def place(
-        self, number: int, name: str, needs: dict[str, float], threads: int, directory: str, run: str, token: bytes
+        self,
+        number: int,
+        name: str,
+        needs: dict[str, float],
+        threads: int,
+        directory: str,
+        several: bool,
+        run: str,
+        token: bytes,
     ) -> str:
         """Start a worker where there is what it needs; its address."""
-        nodes = [node for node in self._ray.nodes() if node["Alive"]]
-        if not any(all(node["Resources"].get(key, 0) >= needs[key] for key in needs) for node in nodes):
+        if not any(all(node["Resources"].get(key, 0) >= needs[key] for key in needs) for node in self._nodes()):
             raise ConfigError(f"worker {name} needs {_listed(needs)}, and no node of the Ray cluster has that")
-        several = await self.num_machines() > 1
         keeper = self._keeper.options(**_options(needs)).remote()
         try:
             async with asyncio.timeout(self._place_s):

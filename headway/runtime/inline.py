@@ -15,7 +15,8 @@ class InlineRuntime:
         self._workers: dict[str, Any] = {}
 
     async def start(self, name: str, cls: type[T], *args: Any, threads: int = 1) -> T:
-        worker = self._workers[name] = cls(*args)
+        worker = cls(*args)
+        self._workers[name] = worker
         if hasattr(worker, "open"):
             await worker.open()
         return worker
@@ -34,7 +35,7 @@ class InlineRuntime:
             await _close(name, worker)
 
     async def close(self) -> None:
-        for name in reversed([*self._workers]):
+        for name in reversed(list(self._workers)):
             await self.stop(name)
 
 

@@ -64,7 +64,7 @@ class LocalRuntime:
         self.directory = tempfile.mkdtemp(prefix="headway-", dir=short)
         self._token = secrets.token_bytes(channel.TOKEN_BYTES)
         join_run(self._run, self._token)
-        self._workers: dict[str, _Worker] = {}
+        self._workers: list[_Worker] = []
         self._num_started = 0
         self._deaths: asyncio.Queue[WorkerDied] = asyncio.Queue()
 
@@ -84,8 +84,7 @@ class LocalRuntime:
             worker.closing = True
             worker.kill()
             await asyncio.wait({worker.ended}, timeout=CLOSE_S)
-            if self._workers.get(name) is worker:
-                self._forget(name)
+            self._forget(worker)
             raise
         return cast(T, Handle(worker.peer, remote_methods(cls), self._deadline_s))
 
@@ -96,22 +95,30 @@ class LocalRuntime:
         return await self._deaths.get()
 
     async def stop(self, name: str) -> None:
-        if (worker := self._workers.get(name)) is not None:
+        for worker in [worker for worker in self._workers if worker.peer.name == name]:
             try:
                 await self._stop(worker)
             finally:
-                if self._workers.get(name) is worker:
-                    self._forget(name)
+                self._forget(worker)
 
     async def close(self) -> None:
         try:
-            for name in reversed([*self._workers]):
-                await self.stop(name)
+            for worker in reversed(list(self._workers)):
+                await self._stop(worker)
         finally:
-            for name in [*self._workers]:
-                self._forget(name)
+            for worker in list(self._workers):
+                self._forget(worker)
             shutil.rmtree(self.directory, ignore_errors=True)
             leave_run(self._run)
+
+    def _forget(self, worker: _Worker) -> None:
+        """Nothing of a worker stays behind, however it ended."""
+        worker.closing = True
+        worker.kill()
+        if worker in self._workers:
+            self._workers.remove(worker)
+            os.close(worker.lifeline)
+            worker.lifeline = -1
 
     async def _spawn(self, name: str, threads: int) -> _Worker:
         log = self._log_dir / f"{name}.log"
@@ -122,16 +129,8 @@ class LocalRuntime:
             process, lifeline = await execute(name, address, listener, output.fileno(), self._token, threads)
         worker = _Worker(find_peer(name, address, str(log)), process, lifeline, log_offset)
         worker.peer.exit = asyncio.create_task(self._watch(worker))
-        self._forget(name)
-        self._workers[name] = worker
+        self._workers.append(worker)
         return worker
-
-    def _forget(self, name: str) -> None:
-        """Kill the worker that has this name, if it still lives, and let go of its lifeline."""
-        if (worker := self._workers.pop(name, None)) is not None:
-            worker.closing = True
-            worker.kill()
-            os.close(worker.lifeline)
 
     def _listen(self) -> tuple[socket.socket, str]:
         self._num_started += 1
@@ -145,6 +144,7 @@ class LocalRuntime:
         worker.peer.disconnect()
         if worker.opened and not worker.closing:
             self._deaths.put_nowait(error)
+        self._forget(worker)
         return error
 
     async def _stop(self, worker: _Worker) -> None:

@@ -47,11 +47,12 @@ def check_ray() -> None:
 @dataclass
 class _Worker:
     number: int
+    cluster: Cluster
     peer: Peer
     log: BinaryIO
     log_offset: int
     how: str = "nobody knows how"
-    started: bool = False
+    opened: bool = False
     closing: bool = False
 
     @property
@@ -75,6 +76,7 @@ class RayRuntime:
         self._local = LocalRuntime(log_dir, min(_CONNECT_S, deadline_s))
         self._run, self._token = f"headway-{secrets.token_hex(8)}", secrets.token_bytes(channel.TOKEN_BYTES)
         join_run(self._run, self._token)
+        self._num_machines = 0  # not asked yet
         self._connecting: asyncio.Task[Cluster] | None = None
         self._workers: dict[str, _Worker] = {}
         self._num_started = 0
@@ -85,14 +87,19 @@ class RayRuntime:
         worker = await self._place(name, threads)
         try:
             await worker.peer.call("open", spec, {}, self._deadline_s)
+            if worker.ended.done():
+                raise worker.ended.result()
+            worker.opened = True
         except BaseException:
             await self._end(worker, kill=True)
             raise
-        worker.started = True
         return cast(T, Handle(worker.peer, remote_methods(cls), self._deadline_s))
 
     async def num_machines(self) -> int:
-        return await (await self._connect()).num_machines()
+        """Asked once, so that all workers are told the same; it connects to the cluster, or starts one."""
+        cluster = await self._connect()
+        self._num_machines = self._num_machines or await cluster.num_machines()
+        return self._num_machines
 
     async def failure(self) -> WorkerDied:
         return await self._deaths.get()
@@ -113,7 +120,7 @@ class RayRuntime:
             leave_run(self._run)
 
     async def _connect(self) -> Cluster:
-        """The driver, started with the first worker."""
+        """The driver, started when there is none."""
         if self._connecting is None:
             self._connecting = asyncio.create_task(self._start_driver())
         return await asyncio.shield(self._connecting)
@@ -122,10 +129,12 @@ class RayRuntime:
         place_s = min(_PLACE_S, self._deadline_s)
         try:
             cluster = await self._local.start(_DRIVER, Cluster, self._address, self._local.directory, place_s)
-        except DeadlineExceeded as error:
+        except BaseException as error:
+            self._connecting = None
+            if not isinstance(error, DeadlineExceeded):
+                raise
             where = f"ray.address = {self._address}" if self._address else "a Ray cluster on this machine"
-            log = self._log_dir / f"{_DRIVER}.log"
-            raise ConfigError(f"{where} did not answer within {_CONNECT_S:g} s; is it there? see {log}") from error
+            raise ConfigError(f"{where} does not answer; is it there? ({error})") from error
         return with_deadline(cluster, 2 * place_s)
 
     async def _place(self, name: str, threads: int) -> _Worker:
@@ -135,21 +144,22 @@ class RayRuntime:
         self._num_started += 1
         needs = dict(self._resources.get(re.sub(r"-\d+$", "", name), {}))
         try:
-            address = await cluster.place(number, name, needs, threads, os.getcwd(), self._run, self._token)
+            where = os.getcwd(), await self.num_machines() > 1
+            address = await cluster.place(number, name, needs, threads, *where, self._run, self._token)
         except WorkerDied as error:
             if error.worker == _DRIVER:
                 self._connecting = None  # the next start is by a new one
             raise
         log = path.open("ab", buffering=0)
-        worker = _Worker(number, find_peer(name, address, str(path)), log, log.tell())
-        worker.peer.exit = asyncio.create_task(self._follow(worker, cluster))
+        worker = _Worker(number, cluster, find_peer(name, address, str(path)), log, log.tell())
+        worker.peer.exit = asyncio.create_task(self._follow(worker))
         self._workers[name] = worker
         return worker
 
-    async def _follow(self, worker: _Worker, cluster: Cluster) -> WorkerDied:
+    async def _follow(self, worker: _Worker) -> WorkerDied:
         """Write down what a worker prints until it ends; then fail what is pending on it."""
         try:
-            async for output in with_deadline(cluster, _SILENCE_S).follow(worker.number):
+            async for output in with_deadline(worker.cluster, _SILENCE_S).follow(worker.number):
                 if isinstance(output, int):
                     worker.how = describe_exit(output)
                 else:
@@ -164,7 +174,7 @@ class RayRuntime:
             worker.log.close()
         died = closed(worker.peer) if worker.closing else obituary(worker.peer, worker.how, worker.log_offset)
         worker.peer.disconnect()
-        if worker.started and not worker.closing:
+        if worker.opened and not worker.closing:
             self._deaths.put_nowait(died)
         return died
 
@@ -174,7 +184,7 @@ class RayRuntime:
             return
         worker.closing = True
         close_s = min(CLOSE_S, self._deadline_s)
-        cluster = with_deadline(await self._connect(), close_s)
+        cluster = with_deadline(worker.cluster, close_s)
         if not kill:
             await self._wait_for(worker, close_s, cluster.close_worker(worker.number))
             if not worker.ended.done():
@@ -186,6 +196,7 @@ class RayRuntime:
         if not worker.ended.done():
             worker.ended.cancel()  # the driver then gives its keeper up
             await asyncio.wait({worker.ended})
+            worker.peer.disconnect()
 
     async def _wait_for(self, worker: _Worker, seconds: float, asking: Awaitable[None]) -> None:
         with suppress(HeadwayError):  # the worker may have ended meanwhile, or the driver with all of them
