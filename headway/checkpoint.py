@@ -34,7 +34,7 @@ from headway.weights import bytes_of, fingerprints
 SLOTS = ("a", "b")
 _TENSORS, _DESCRIPTION = "state.safetensors", "checkpoint.json"
 _WEIGHTS = "model.safetensors"
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # as safetensors writes them
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as safetensors writes them
 
 
 @dataclass(frozen=True)

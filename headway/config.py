@@ -68,7 +68,7 @@ class InitSection(Section):
 
 class ModelSection(Section):
     path: str = Field(description="transformers directory or hub name of the model to start from")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of the published weights")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="type of the published weights")
     init: InitSection = Field(default_factory=InitSection, description="shape of a model built by `sft`")
 
 

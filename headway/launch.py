@@ -23,6 +23,7 @@ import numpy as np
 from headway.config import Config
 from headway.errors import ConfigError, RunFailed
 from headway.events import Event, read
+from headway.fit import check_fit
 from headway.fleet import Fleet, make_private, open_runtime, start_generation, start_trainer, until_failure
 from headway.ledger import Ledger, RunState, fold, ledger
 from headway.metrics import Metrics
@@ -64,7 +65,7 @@ class Prepared:
 
 def prepare(config: Config) -> Prepared:
     """Follow every reference of the config; the first thing that cannot work is one sentence."""
-    from headway.models import load_config
+    from headway.models import load_config, model_shape
     from headway.rollout import check_workflow
 
     if config.run.runtime == "ray":
@@ -84,6 +85,7 @@ def prepare(config: Config) -> Prepared:
     longest_prompt = max(len(prompt.tokens) for prompt in [*prompts, *held_out])
     longest = min(context, longest_prompt + config.sampling.max_tokens)
     _check_sizes(config, context, longest)
+    check_fit(config, model_shape(model_config), bool(model_config.tie_word_embeddings), context)
     _check_vocabulary(config.model.path, model_config.vocab_size, [*prompts, *held_out])
     stops = _stop_tokens(model_config.eos_token_id, tokenizer.eos_token_id)
     sampling, eval_sampling = _samplings(config, stops)

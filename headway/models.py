@@ -35,7 +35,7 @@ from headway.errors import ConfigError
 from headway.packing import ModelShape
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CPU = torch.device("cpu")
 
 # torch 2.11 takes fewer key/value heads than query heads as they come; 2.12 wants to be told.
@@ -54,7 +54,7 @@ def find_device(knob: str, name: str, dtype: torch.dtype) -> torch.device:
         raise ConfigError(f"{knob} = {name} asks for a GPU that is not there ({there} found); set cpu or another")
     device = torch.device("cuda", device.index or 0)
     if dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
-        raise ConfigError(f"{knob} = {name} is a GPU without bfloat16; set model.dtype = float32, or use another GPU")
+        raise ConfigError(f"{knob} = {name} is a GPU without bfloat16; set model.dtype = float16, or use another GPU")
     return device
 
 

@@ -4,13 +4,11 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from headway.config import DEFAULT_KV_TOKENS, Config
+from headway.config import Config
+from headway.fit import count_parameters, engine_weight_bytes, gigabytes, kv_bytes, num_weight_sets, rank_bytes
 from headway.fleet import reservations
 from headway.launch import Prepared, prepare
 from headway.packing import ModelShape
-
-_BYTES = {"float32": 4, "bfloat16": 2}
-_MASTER_BYTES = 16  # fp32 weights, gradients and the two AdamW moments
 
 
 @dataclass(frozen=True)
@@ -44,15 +42,6 @@ def describe(config: Config) -> Plan:
     return Plan(rows, _warnings(prepared))
 
 
-def count_parameters(shape: ModelShape, tied: bool) -> int:
-    """Matrix weights and norms of a decoder with gated feed-forward layers; biases left out."""
-    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    attention = shape.hidden_size * (2 * query + 2 * key)
-    layer = attention + 3 * shape.hidden_size * shape.intermediate_size + 2 * shape.hidden_size
-    embeddings = shape.vocab_size * shape.hidden_size * (1 if tied else 2)
-    return shape.num_layers * layer + embeddings + shape.hidden_size
-
-
 def _processes(config: Config) -> str:
     if config.run.runtime == "inline":
         return "1 (everything inline)"
@@ -83,21 +72,16 @@ def _devices(config: Config) -> str:
 def _engine_memory(config: Config, shape: ModelShape, num_parameters: int) -> str:
     if config.engine.servers:
         return "that of the servers"
-    width, num_sets = _BYTES[config.model.dtype], 1 if config.engine.kind == "vllm" else 2
-    weights = num_sets * width * num_parameters
-    on_cpu = set(config.engine.devices) == {"cpu"}
-    kv_tokens = config.engine.kv_tokens or (DEFAULT_KV_TOKENS if on_cpu else 0)
-    kv = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * width * kv_tokens
-    rest = f"{_gigabytes(kv)} for keys and values" if kv else "most of the rest for keys and values"
+    kv = kv_bytes(config, shape, config.engine.devices[0])
+    rest = f"{gigabytes(kv)} for keys and values" if kv else "most of the rest for keys and values"
     each = "for each engine " if config.engine.count > 1 else ""
-    sets = "one set" if num_sets == 1 else "two sets"
-    return f"{each}{_gigabytes(weights)} for {sets} of weights, {rest}"
+    sets = "one set" if num_weight_sets(config) == 1 else "two sets"
+    return f"{each}{gigabytes(engine_weight_bytes(config, num_parameters))} for {sets} of weights, {rest}"
 
 
 def _trainer_memory(config: Config, num_parameters: int) -> str:
-    num_ranks = config.trainer.ranks
-    each = "for each rank " if num_ranks > 1 else ""
-    return f"{each}{_gigabytes(_MASTER_BYTES * num_parameters / num_ranks)} beside activations"
+    each = "for each rank " if config.trainer.ranks > 1 else ""
+    return f"{each}{gigabytes(rank_bytes(config, num_parameters))} beside activations"
 
 
 def _step(prepared: Prepared) -> str:
@@ -125,10 +109,6 @@ def _warnings(prepared: Prepared) -> list[str]:
     if config.staleness.window < 0:
         found.append("without a window, a slow group can be trained at any age")
     return found
-
-
-def _gigabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"
 
 
 def table(plan: Plan) -> Table:

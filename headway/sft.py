@@ -16,11 +16,11 @@ from headway import checkpoint
 from headway.config import Config
 from headway.errors import ConfigError, HeadwayError
 from headway.microbatch import MicroBatch, micro_batches
-from headway.models import DTYPES, Masters, Policy, build_model, find_device, load_model, model_shape, shard
+from headway.models import Masters, Policy, build_model, find_device, load_model, model_shape, shard
+from headway.optimizer import adamw, warmed_up
 from headway.packing import flops
 from headway.prompts import load_rows
 from headway.tokenizer import build_character_tokenizer, encode_prompt, load_tokenizer
-from headway.trainer import adamw, warmed_up
 from headway.types import Sample
 
 Report = Callable[[int, int, float], None]
@@ -36,7 +36,8 @@ def sft(config: Config, report: Report) -> tuple[Path, list[float]]:
     torch.set_num_threads(config.trainer.threads)
     # A CPU gains nothing from a narrower type here, and loses precision.
     name = config.trainer.devices[0]
-    dtype = torch.float32 if name == "cpu" else DTYPES[config.model.dtype]
+    # Not fp16, whose range asks for more care than a warm-up is worth; the model is written in the type it has.
+    dtype = torch.float32 if name == "cpu" or config.model.dtype == "float32" else torch.bfloat16
     device = find_device("trainer.device", name, dtype)
     model, tokenizer = _start(config)
     samples = _samples(config, tokenizer)

@@ -17,12 +17,12 @@ Invariants that live here:
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -47,6 +47,7 @@ from headway.models import (
     shard,
     shard_like,
 )
+from headway.optimizer import SCALE_SHIFTS, adamw, gradient_scale, warmed_up
 from headway.packing import flops
 from headway.runtime import offload
 from headway.tokenizer import load_tokenizer
@@ -154,7 +155,7 @@ class Trainer:
         while True:
             # The one error that smaller micro-batches mend; the gradient does not depend on their size.
             try:
-                return self._train_minibatches(share)
+                return self._train_in_range(share)
             except torch.OutOfMemoryError as error:
                 # The others wait for this rank in the middle of a pass: only beginning anew can bring them together.
                 if self.ranks.num > 1:
@@ -163,7 +164,15 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
 
-    def _train_minibatches(self, share: Share) -> tuple[dict[str, float], str]:
+    def _train_in_range(self, share: Share) -> tuple[dict[str, float], str]:
+        """The step; in fp16, should gradients overflow, again with smaller ones, and always from the largest on."""
+        for shift in SCALE_SHIFTS if self._dtype == torch.float16 else (0,):
+            metrics, skipped = self._train_minibatches(share, shift)
+            if not skipped:
+                break
+        return metrics, skipped
+
+    def _train_minibatches(self, share: Share, scale_shift: int) -> tuple[dict[str, float], str]:
         """The sums of the step's metrics, and why it was skipped, if it was; then nothing has moved."""
         packed = [self._pack(samples) for samples in share.minibatches]
         packed[1:] = [[self._with_proximal(micro_batch) for micro_batch in part] for part in packed[1:]]
@@ -174,7 +183,8 @@ class Trainer:
         outcomes = []
         try:
             for part, num_trained in zip(packed, share.num_trained, strict=True):
-                outcome, spoilt = self._train_minibatch(part, num_trained, share.version, spoilt)
+                scale = gradient_scale(self._dtype, num_trained, scale_shift)
+                outcome, spoilt = self._train_minibatch(part, num_trained, share.version, spoilt, scale)
                 outcomes.append(outcome)
         except torch.OutOfMemoryError:
             self._go_back()
@@ -195,18 +205,20 @@ class Trainer:
             self._restore(self._before)
 
     def _train_minibatch(
-        self, micro_batches: list[MicroBatch], denominator: int, version: int, spoilt: Tensor
+        self, micro_batches: list[MicroBatch], denominator: int, version: int, spoilt: Tensor, scale: float
     ) -> tuple[_Outcome, Tensor]:
         """One optimizer step, which moves nothing if loss or gradient are not finite, or something was `spoilt` before.
 
-        What it returns in the place of `spoilt` is 1 in that case, else 0.
+        What it returns in the place of `spoilt` is 1 in that case, else 0. Passes compute gradients `scale` times as
+        large as they are.
         """
         self.optimizer.zero_grad(set_to_none=True)
         parts = []
         for micro_batch in micro_batches:
             output = self._loss(micro_batch, denominator, version)
-            output.loss.backward()
+            (output.loss * scale).backward()
             parts.append(output.metrics | {"loss_sum": output.loss.detach() * denominator})
+        self._divide_gradients(scale)
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.masters.named.values(), self.section.clip_norm))
         metrics = self.ranks.combined(merge_metrics(parts)) | {"grad_norm_max": norm}
         finite = torch.isfinite(metrics["loss_sum"]) & torch.isfinite(norm)
@@ -216,6 +228,11 @@ class Trainer:
         self.optimizer.step()
         self.masters.refresh()
         return _Outcome(denominator, metrics), spoilt
+
+    def _divide_gradients(self, scale: float) -> None:
+        for master in self.masters.named.values():
+            if scale != 1 and master.grad is not None:
+                master.grad /= scale
 
     def _pack(self, samples: Listed[Sample]) -> list[MicroBatch]:
         longest = max((len(sample.tokens) for sample in samples), default=0)
@@ -425,29 +442,6 @@ def _make_publisher(device: torch.device, weights: WeightsSection, ranks: Ranks)
     from headway.device_weights import DevicePublisher
 
     return DevicePublisher(device)
-
-
-def adamw(weights: Iterable[Tensor], section: TrainerSection, lr: float) -> torch.optim.AdamW:
-    """Weight decay is for matrices; norms and biases are left alone."""
-    weights = list(weights)
-    matrices = [weight for weight in weights if weight.ndim >= 2]
-    vectors = [weight for weight in weights if weight.ndim < 2]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": section.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=lr,
-        betas=(section.beta1, section.beta2),
-        eps=section.adam_eps,
-        fused=True,
-    )
-
-
-def warmed_up(step: int, warmup_steps: int) -> float:
-    """The share of the learning rate at a step: rising linearly, then 1."""
-    return min(1.0, (step + 1) / max(1, warmup_steps))
 
 
 def _whole_sample(tokens: Ints, temperature: float) -> Sample:

@@ -12,9 +12,10 @@ from headway.collective import Place
 from headway.config import AlgorithmSection, ModelSection, TrainerSection, WeightsSection
 from headway.microbatch import MicroBatch
 from headway.models import local_rows
+from headway.optimizer import adamw
 from headway.ranks import Rank
 from headway.runtime import offload
-from headway.trainer import Trainer, adamw
+from headway.trainer import Trainer
 from headway.weights import Publisher
 
 

@@ -23,7 +23,8 @@ LAYERS: list[tuple[str, str]] = [
     # What a layer is, and its modules. A module imports only from layers above it in this list, or its own package.
     ("words everything is said in", "errors codec kinship"),
     ("nouns and knobs", "types config"),
-    ("arithmetic", "staleness packing advantages losses logprob_kernels split looks proof"),
+    ("arithmetic", "staleness packing advantages losses optimizer logprob_kernels split looks proof"),
+    ("memory from sizes", "fit"),
     ("starting a class somewhere", "runtime"),
     ("contracts of user code", "references verifiers workflows"),
     ("the log", "events"),
@@ -64,7 +65,7 @@ BOSSES = ("controller", "roster", "supervise", "fleet", "launch", "resume", "pla
 NEVER_TORCH = """
     errors codec kinship types config staleness packing advantages proof runtime references verifiers workflows events
     record history ledger metrics picture view report buffer tokenizer prompts reward reward_child rollout evaluate
-    engine cli weight_stream weight_files answers routing looks split wanted
+    engine cli weight_stream weight_files answers routing looks split wanted fit
 """
 """Modules that can be imported where torch is not: what runs in the controller, the reward pool and the viewer."""
 

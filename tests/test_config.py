@@ -145,7 +145,7 @@ def test_a_value_of_another_type_in_a_list_or_for_a_section_is_refused() -> None
         ("sampling.top_p", 1.5, "input should be less than or equal to 1"),
         ("algorithm.clip_eps", 1.0, "input should be less than 1"),
         ("algorithm.objective", "ppo", "input should be 'decoupled' or 'naive'"),
-        ("model.dtype", "fp16", "input should be 'float32' or 'bfloat16'"),
+        ("model.dtype", "fp16", "input should be 'float32', 'bfloat16' or 'float16'"),
     ],
 )
 def test_a_value_out_of_range_is_refused(key: str, value: Any, why: str) -> None:

@@ -35,11 +35,12 @@ from training import (
     trained_gradients,
 )
 
+from headway import trainer as trainer_module
 from headway.errors import InvariantBroken, RunFailed
 from headway.microbatch import MicroBatch
 from headway.models import full_tensor
 from headway.trainer import Trainer
-from headway.types import Batch, Group, Sequence, Trajectory
+from headway.types import Batch, Group, Sequence, Share, Trajectory
 
 OBJECTIVES = ["decoupled", "naive"]
 
@@ -194,6 +195,45 @@ def test_bf16_gradients_point_where_the_fp32_ones_do(tiny_model: str) -> None:
     coarse, fine = (trained_gradients(tiny_model, batch, dtype=dtype) for dtype in ("bfloat16", "float32"))
     assert all(gradient.dtype == torch.float32 for gradient in coarse.values())
     assert 1e-4 < distance(coarse, fine) < 0.05
+
+
+def test_fp16_gradients_point_where_the_fp32_ones_do_however_many_tokens_share_the_loss(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of a loss divided by many tokens would vanish in fp16 if they were not scaled."""
+    batch = stale_batch(tiny_model)
+    coarse, fine = (trained_gradients(tiny_model, batch, dtype=dtype) for dtype in ("float16", "float32"))
+    assert 1e-5 < distance(coarse, fine) < 0.01
+    shares_of = trainer_module.shares_of
+
+    def among_many(*args: Any) -> list[Share]:
+        return [
+            dataclasses.replace(share, num_trained=tuple(n * 2**24 for n in share.num_trained))
+            for share in shares_of(*args)
+        ]
+
+    monkeypatch.setattr(trainer_module, "shares_of", among_many)
+    many = trained_gradients(tiny_model, batch, dtype="float16")
+    assert distance({name: gradient * 2.0**24 for name, gradient in many.items()}, coarse) < 1e-3
+    monkeypatch.setattr(trainer_module, "gradient_scale", lambda *_: 1.0)
+    lost = trained_gradients(tiny_model, batch, dtype="float16")
+    assert distance({name: gradient * 2.0**24 for name, gradient in lost.items()}, coarse) > 0.5
+
+
+def test_fp16_gradients_that_overflow_are_computed_again_at_a_smaller_scale(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, asked = stale_batch(tiny_model), []
+    expected = trained_gradients(tiny_model, batch, dtype="float16")
+    gradient_scale = trainer_module.gradient_scale
+
+    def too_large(dtype: torch.dtype, num_trained: int, shift: int) -> float:
+        asked.append(shift)
+        return gradient_scale(dtype, num_trained, shift) * 2.0**24
+
+    monkeypatch.setattr(trainer_module, "gradient_scale", too_large)
+    assert distance(trained_gradients(tiny_model, batch, dtype="float16"), expected) < 0.01
+    assert len(set(asked)) > 1 and asked == sorted(asked)
 
 
 def test_published_weights_are_the_cast_masters_and_the_forward_pass_uses_exactly_those(

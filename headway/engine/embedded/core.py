@@ -41,6 +41,9 @@ from headway.types import (
 
 Output = tuple[str, Chunk | Completion]
 
+_STEPS_BETWEEN_CHUNKS = 8
+"""Tokens sampled between two chunks of prompts: running sequences go on, and a batch still fills up fast."""
+
 
 def make_executor(
     model: PreTrainedModel, section: EngineSection, max_context: int, deterministic: bool, kv_share: float
@@ -299,6 +302,8 @@ class EngineCore:
     def _decode(self) -> None:
         ready = [live for live in self._running if live.donor is None and live.decodable]
         num_steps = self._executor.num_steps(len(ready))
+        if len(ready) < len(self._running):  # others wait for their prompt's next chunk
+            num_steps = min(num_steps, _STEPS_BETWEEN_CHUNKS)
         for live in ready:
             self._make_room(live, num_steps)
         ready = [live for live in ready if live.row is not None]

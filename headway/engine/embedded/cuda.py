@@ -31,7 +31,7 @@ from headway.types import Floats, Ints, WeightUpdate
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _SCORE_CHUNK = 1024
-_MAX_STEPS = 32
+_MAX_STEPS = 64
 
 
 class TritonOperations:
@@ -194,7 +194,7 @@ class CudaExecutor:
 
     def num_steps(self, num_rows: int) -> int:
         """A look costs the host time for every row, its rarity a finished row idle steps: many rows, few looks."""
-        return min(_MAX_STEPS, max(16, num_rows // 32))
+        return min(_MAX_STEPS, max(32, num_rows // 16))
 
     def decode(self, ready: Sequence[Live], num_steps: int) -> list[tuple[Ints, Floats]]:
         with torch.cuda.stream(self._stream):
