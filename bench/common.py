@@ -130,16 +130,12 @@ def vllm_logprobs(llm: Any, prompts: list[list[int]], lengths: list[int]) -> lis
     """What vLLM samples for each prompt, to exactly its length: the log-prob of every token."""
     from vllm import SamplingParams
 
-    sampling = [
-        SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False)
-        for length in lengths
-    ]
+    wanted = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "detokenize": False, "flat_logprobs": True}
+    sampling = [SamplingParams(max_tokens=length, **wanted) for length in lengths]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-    completions = [output.outputs[0] for output in outputs]
-    return [
-        [step[token].logprob for token, step in zip(completion.token_ids, completion.logprobs, strict=True)]
-        for completion in completions
-    ]
+    found = [output.outputs[0].logprobs for output in outputs]
+    # Flat, as vLLM hands them over the fastest: of each token first the one that was sampled.
+    return [[flat.logprobs[start] for start in flat.start_indices] for flat in found]
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
@@ -186,7 +182,8 @@ def versions(*packages: str) -> dict[str, str]:
 
 def _shown(argument: str) -> str:
     """An argument without the directories of the machine it was given on."""
-    return Path(argument).name if argument.startswith(os.sep) else argument
+    knob, equals, value = argument.rpartition("=")
+    return knob + equals + (Path(value).name if value.startswith(os.sep) else value)
 
 
 class Record:

@@ -32,6 +32,11 @@ Generate = Callable[[Prompts, list[int]], list[list[float]]]
 BANDWIDTH, PEAK = 4.3e12, 790e12
 LOAD_DEADLINE_S, RUN_DEADLINE_S = 400.0, 400.0
 PACKAGES = ("torch", "transformers", "triton", "vllm")
+VLLM_SETTINGS: dict[str, Message] = {
+    "vllm": {"compilation_config": {"cudagraph_capture_sizes": [1, 16, 64, 128, 256, 512, 768, 1024]}},
+    "vllm, 256 at a time": {"max_num_seqs": 256},
+}
+"""All requests decoded together, in graphs as large as the batch; or as many as it decodes the fastest."""
 
 
 def load_headway(spec: Message) -> tuple[Message, Generate]:
@@ -43,7 +48,7 @@ def load_headway(spec: Message) -> tuple[Message, Generate]:
         "max_num_seqs": spec["max_num_seqs"],
         "max_context": spec["max_context"],
         "kv_tokens": spec["kv_tokens"],
-        "prefill_chunk": 16384,
+        "prefill_chunk": 65536,
         "chunk_tokens": 4096,
     }
     engine = EmbeddedEngine(spec["model"], spec["dtype"], EngineSection(**settings), False)
@@ -60,8 +65,9 @@ def load_vllm(spec: Message) -> tuple[Message, Generate]:
         "max_num_batched_tokens": 16384,
         "enable_prefix_caching": False,
         "disable_log_stats": True,
-        "gpu_memory_utilization": 0.4,
+        "kv_cache_memory_bytes": spec["kv_bytes"],  # not what is free: the other arms are loading too
         "skip_tokenizer_init": True,
+        **VLLM_SETTINGS[spec["system"]],
         **spec.get("vllm", {}),
     }
     llm = LLM(model=spec["model"], **settings)
@@ -104,7 +110,7 @@ def load_transformers(spec: Message) -> tuple[Message, Generate]:
     return {"attention": model.config._attn_implementation, "cache": "dynamic"}, generate
 
 
-LOADERS = {"headway": load_headway, "vllm": load_vllm, "transformers": load_transformers}
+LOADERS = {"headway": load_headway, **dict.fromkeys(VLLM_SETTINGS, load_vllm), "transformers": load_transformers}
 
 
 def load_arm(spec: Message) -> tuple[Message, Callable[[Message], Message]]:
@@ -154,6 +160,13 @@ def roofline_s(shape: str, num_rows: float, mean_context: float) -> float:
     weights = described.num_layers * layer + described.hidden_size * described.vocab_size
     kv = 2 * described.num_layers * described.num_kv_heads * described.head_dim * mean_context * num_rows
     return max(2 * (weights + kv) / BANDWIDTH, 2 * weights * num_rows / PEAK)
+
+
+def token_bytes(shape: str) -> int:
+    """Keys and values of one token, 16 bits each."""
+    sizes = SHAPES[shape]
+    head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
+    return int(2 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * head_dim * 2)
 
 
 def workloads(options: argparse.Namespace) -> dict[str, list[int]]:
@@ -244,14 +257,16 @@ def start(options: argparse.Namespace, model: Path, stack: contextlib.ExitStack,
             "max_num_seqs": max(len(lengths) for lengths in workloads(options).values()),
             "max_context": -(-(options.prompt_length + longest + 64) // 64) * 64,
             "kv_tokens": options.kv_tokens,
+            "kv_bytes": options.kv_tokens * token_bytes(options.shape),
             "vllm": options.vllm_settings,
         }
         env = {"HF_HUB_OFFLINE": "1"}
-        if system == "vllm":
+        if system in VLLM_SETTINGS:
             path = os.pathsep.join(filter(None, [options.vllm_path, os.environ.get("PYTHONPATH", "")]))
             env |= {"PYTHONPATH": path, "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         command = [sys.executable, __file__, "--arm", json.dumps(spec)]
-        arm = Arm(system, command, env, options.out.parent / f"{options.out.stem}-{system}.log")
+        log = f"{options.out.stem}-{system.replace(', ', '-').replace(' ', '-')}.log"
+        arm = Arm(system, command, env, options.out.parent / log)
         stack.callback(arm.close)
         arms[system] = arm
     for system, arm in arms.items():

@@ -30,7 +30,7 @@ def source(record: Record) -> str:
     """Where the numbers of a table come from."""
     hardware = record["hardware"]
     device = hardware.get("gpu") or f"{hardware['cores']} cores of an {hardware['cpu']}"
-    return f"`{record['command']}`, {record['date'][:10]}, {device}; [record](RESULTS/{record['name']}.json)."
+    return f"`{record['command']}`, {record['date'][:10]}, {device}; [record](RESULTS/{record['file']}.json)."
 
 
 def engine(record: Record) -> str:
@@ -181,11 +181,30 @@ def parity(record: Record) -> str:
     return table(headings, rows) + f"\n\n{source(record)}"
 
 
+def real_run(record: Record) -> str:
+    found = record["figures"]
+    summary, gpu = found["summary"], found["gpu"]
+    accuracies = ", ".join(f"{share:.1%} at step {step}" for step, share, _ in found["accuracies"])
+    rows = [
+        ["training steps", f"{summary['steps']} in {summary['wall_s'] / 60:.1f} minutes"],
+        ["held-out accuracy", f"{accuracies} ({found['accuracies'][0][2]} rows, greedy)"],
+        ["reward, first and last tenth", f"{summary['reward_first']:.3f} → {summary['reward_last']:.3f}"],
+        ["tokens trained a second", f"{found['tokens_per_s']:,.0f}"],
+        ["goodput: of the tokens generated, trained", f"{summary['goodput']:.1%}"],
+        ["staleness", f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}"],
+        ["engine busy, trainer busy", f"{summary['engine_busy_share']:.0%}, {summary['trainer_busy_share']:.0%}"],
+        ["GPU busy by its own account", f"{gpu['utilization_percent']:.0f}%, {gpu['power_w']:.0f} W"],
+        ["pause for new weights", f"mean {summary['pause_ms_mean']:.0f} ms, max {summary['pause_ms_max']:.0f} ms"],
+    ]
+    return table(["", ""], rows) + f"\n\n{source(record)}"
+
+
 RENDERERS: dict[str, Callable[[Record], str]] = {
     "engine": engine,
     "async": async_,
     "controller": controller,
     "engine_gpu": engine_gpu,
+    "engine_smollm2": engine_gpu,
     "trainer": trainer,
     "async_gpu": async_gpu,
     "interrupt": interrupt,
@@ -194,6 +213,7 @@ RENDERERS: dict[str, Callable[[Record], str]] = {
     "swap": swap,
     "profile_gpu": profile_gpu,
     "parity": parity,
+    "real_run": real_run,
 }
 
 
@@ -201,7 +221,7 @@ def rendered(document: Path) -> str:
     """The document with its tables as the records have them."""
 
     def replace(found: re.Match[str]) -> str:
-        record = json.loads((RESULTS / f"{found[2]}.json").read_text())
+        record = json.loads((RESULTS / f"{found[2]}.json").read_text()) | {"file": found[2]}
         results = RESULTS.relative_to(document.parent).as_posix()
         return found[1] + RENDERERS[found[2]](record).replace("RESULTS", results) + "\n" + found[3]
 

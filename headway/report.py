@@ -258,6 +258,13 @@ def _earlier_extra(path: Path, summary: Summary) -> dict[str, Any]:
     return {name: value for name, value in earlier.items() if name not in computed}
 
 
+def _latest(summary: Summary) -> str:
+    """The accuracy after training, or what was last seen of it in a run that did not come so far."""
+    if summary.eval_after is None and summary.eval_latest is not None and summary.eval_latest != summary.eval_before:
+        return f"{_share(summary.eval_latest)} at the last look"
+    return _share(summary.eval_after)
+
+
 def table(summary: Summary) -> Table:
     """The summary as a person reads it at the end of a run."""
     lengths = summary.lengths
@@ -265,7 +272,7 @@ def table(summary: Summary) -> Table:
         "status": summary.status + (f": {summary.cause}" if summary.cause else ""),
         "training steps": f"{summary.steps:,}" + (f", resumed {summary.resumed}×" if summary.resumed else ""),
         "training time": f"{duration(summary.wall_s)} of {duration(summary.total_s)} in all",
-        "held-out accuracy": f"{_share(summary.eval_before)} → {_share(summary.eval_after)} ({summary.eval_num} rows)",
+        "held-out accuracy": f"{_share(summary.eval_before)} → {_latest(summary)} ({summary.eval_num} rows)",
         "reward, first and last tenth": f"{_figure(summary.reward_first)} → {_figure(summary.reward_last)}",
         "tokens generated": f"{summary.tokens_generated:,}",
         "tokens trained": f"{summary.tokens_trained:,} ({_share(summary.goodput)} of those generated)",

@@ -65,7 +65,11 @@ def ints(values: list[int] | np.ndarray, dtype: torch.dtype = torch.int32) -> Te
 
 
 def assert_rounded_alike(actual: Tensor, expected: Tensor, atol: float = 2e-6, differing: float = 0.01) -> None:
-    """Both went through the same roundings: nearly all elements are equal, the others one step of the dtype apart."""
+    """Both went through the same roundings: nearly all elements are equal, the others one step of the dtype apart.
+
+    A GPU's compiler may keep an intermediate result as precise as it has it, so there more of them are a step apart.
+    """
+    differing = max(differing, 0.15) if ON_GPU else differing
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     torch.testing.assert_close(actual, expected, rtol=2 * STEP[actual.dtype], atol=atol)
     if actual.dtype != torch.float32:

@@ -49,6 +49,18 @@ def weights_in(directory: Path) -> dict[str, torch.Tensor]:
     return dict(plain_model(str(directory)).state_dict())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_on_a_gpu_the_losses_are_those_of_the_cpu(tmp_path: Path, dtype: str) -> None:
+    here = make_config(tmp_path / "cpu")
+    there = make_config(tmp_path / "gpu").model_dump()
+    there["trainer"]["device"], there["model"]["dtype"] = "cuda", dtype
+    losses = [np.array(sft(config, quietly)[1]) for config in (here, validate(there))]
+    np.testing.assert_allclose(losses[1][:10], losses[0][:10], rtol=1e-3 if dtype == "float32" else 0.05)
+    assert losses[1][-1] < 0.6 * losses[1][0]
+
+
 def test_the_loss_falls_and_the_saved_model_has_learnt(tmp_path: Path) -> None:
     reported: list[tuple[int, int, float]] = []
     out, losses = sft(make_config(tmp_path, steps=120), lambda *seen: reported.append(seen))

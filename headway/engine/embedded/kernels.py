@@ -3,7 +3,8 @@ sampling, and the bookkeeping of a decode step.
 
 All of them move bytes and little else, so each reads its input once and keeps what lies between in registers.
 Arithmetic is in fp32, and every intermediate that eager torch would have rounded to the model's dtype is rounded here
-too: the trainer computes the same tokens' log-probs with those roundings, and log-prob parity is made of them.
+too: the trainer computes the same tokens' log-probs with those roundings, and log-prob parity is made of them. A GPU's
+compiler may still keep one or the other as precise as it has it.
 Launchers neither wait for the device nor look at its data, so all can be captured in a CUDA graph.
 
 Shape suffixes: T tokens, C hidden size, F intermediate size, H query heads, K key/value heads, D head dimension,

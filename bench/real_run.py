@@ -1,0 +1,123 @@
+"""A real training run on a GPU for so many minutes, through `headway train`, and what the GPU did meanwhile.
+
+The run is that of a config; it is ended by an interrupt when its time is over, as a person would end it, unless its
+steps end before. Recorded are its summary, its held-out accuracies and rewards, and the GPU's own account of itself,
+taken every second while the run trains.
+"""
+
+import argparse
+import contextlib
+import json
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common import RESULTS_DIR, Message, Record, versions
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+QUERY = ("utilization.gpu", "memory.used", "power.draw")
+END_S = 120.0
+
+
+@contextlib.contextmanager
+def gpu_log(path: Path) -> Iterator[None]:
+    """While it lasts, a line a second of what `QUERY` names."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits", "-l", "1"]
+    with path.open("w") as out:
+        process = subprocess.Popen(command, stdout=out)
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def train(options: argparse.Namespace, log: Path) -> None:
+    """Run, and interrupt when the time is over; what the run prints goes to the screen and tells how it fares."""
+    command = [sys.executable, "-m", "headway.cli", "train", str(options.config), f"--run.dir={options.run}"]
+    with gpu_log(log):
+        process = subprocess.Popen([*command, *options.overrides])
+        try:
+            process.wait(60 * options.minutes)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            process.wait(END_S)
+        finally:
+            process.kill()
+
+
+def gpu_figures(log: Path, seconds_trained: float) -> Message:
+    """Means over the time in which the run trained, which is the last of the log."""
+    rows = [[float(value) for value in line.split(",")] for line in log.read_text().splitlines() if line.strip()]
+    kept = rows[-int(seconds_trained) :]
+    busy, memory, power = ([row[place] for row in kept] for place in range(3))
+    return {
+        "utilization_percent": statistics.mean(busy),
+        "power_w": statistics.mean(power),
+        "memory_gib": max(memory) / 1024,
+        "seconds": len(kept),
+    }
+
+
+def figures(run: Path, log: Path) -> Message:
+    from headway.events import read
+    from headway.history import History
+    from headway.report import write_report
+
+    summary = write_report(run)
+    history = History(read(run / "events.jsonl"))
+    accuracies = [(event["version"], event["accuracy"], event["num"]) for event in history["evaluated"]]
+    return {
+        "summary": json.loads((run / "summary.json").read_text()) | {"run_dir": run.name},
+        "accuracies": accuracies,
+        "gpu": gpu_figures(log, summary.wall_s),
+        "tokens_per_s": summary.tokens_trained / summary.wall_s,
+    }
+
+
+def show(found: Message, console: "Console") -> None:
+    from rich.table import Table
+
+    summary, gpu = found["summary"], found["gpu"]
+    table = Table(show_header=False)
+    table.add_row("steps, minutes trained", f"{summary['steps']}, {summary['wall_s'] / 60:.1f}")
+    table.add_row("held-out accuracy", ", ".join(f"{share:.1%} at {step}" for step, share, _ in found["accuracies"]))
+    table.add_row("tokens trained a second", f"{found['tokens_per_s']:,.0f}")
+    table.add_row("of those generated, trained", f"{summary['goodput']:.1%}")
+    table.add_row("GPU busy, power", f"{gpu['utilization_percent']:.0f}%, {gpu['power_w']:.0f} W")
+    console.print(table)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="headway bench real_run", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("config", type=Path, help="the run; further arguments are its overrides")
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--run", type=Path, default=Path("runs/real_run"), help="its run directory")
+    parser.add_argument("--out", type=Path, default=RESULTS_DIR / "real_run.json", help="where the record goes")
+    options, overrides = parser.parse_known_args(arguments)
+    options.overrides = overrides
+    return options
+
+
+def main(arguments: list[str]) -> None:
+    from rich.console import Console
+
+    console, options = Console(), parse(arguments)
+    record = Record("real_run", arguments)
+    log = options.out.with_suffix(".gpu.csv")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    train(options, log)
+    found = figures(options.run, log)
+    record.write(options.out, versions=versions("torch", "triton", "transformers"), figures=found)
+    show(found, console)
+    console.print(f"written to {options.out}", highlight=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
