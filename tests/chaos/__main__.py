@@ -1,0 +1,172 @@
+"""`make chaos`, or `python -m chaos`: plays scenarios, prints a table, keeps a record. Exit code 1 if any failed."""
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from chaos.faults import INSIDE, can_mount
+from chaos.play import Play, Verdict, World, expected_digest, spread
+from chaos.scenario import LOTS, Scenario, draw, in_runs, scenarios
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
+    parser.add_argument("--count", type=int, default=200, help="how many scenarios")
+    parser.add_argument("--seed", type=int, default=0, help="what everything is drawn from")
+    parser.add_argument("--only", default="", help="only scenarios whose name has all these words: 'ray engine kill'")
+    parser.add_argument("--scenario", type=int, help="play the one of this number")
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side; Ray's and vLLM's take turns")
+    parser.add_argument("--out", type=Path, help="where the record goes, as JSON")
+    parser.add_argument("--keep", action="store_true", help="keep the directories of all runs, not only failed ones")
+    parser.add_argument("--health", type=float, default=0.0, help="seconds of silence that are a loss; 0 measures")
+    return parser.parse_args()
+
+
+def runnable() -> set[tuple[str, str]]:
+    """The kinds of runs that this machine can do."""
+    found = set(LOTS)
+    if importlib.util.find_spec("ray") is None:
+        say("Ray is not installed: no scenarios on it")
+        found -= {lot for lot in found if lot[0] == "ray"}
+    if not os.environ.get("HEADWAY_VLLM_PYTHON"):
+        say("HEADWAY_VLLM_PYTHON names no interpreter: no scenarios on vLLM")
+        found -= {lot for lot in found if lot[1] == "vllm"}
+    return found
+
+
+def make_world(home: Path, drawn: list[Scenario], health_s: float) -> World:
+    from conftest import build_variant
+
+    from headway.models import load_config
+
+    models = {"embedded": str(home / "model")}
+    build_variant(home / "model", "llama")
+    if any(scenario.engine == "vllm" for scenario in drawn):
+        models["vllm"] = str(home / "model-vllm")
+        build_variant(home / "model-vllm", "qwen3-tied")
+    vocab_sizes = {kind: load_config(path).vocab_size for kind, path in models.items()}
+    digest = expected_digest(home / "undisturbed", models["embedded"])
+    started = time.monotonic()
+    os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", "import headway.trainer")
+    # Everything here waits for imports: how long they take now says how long silence has to be to mean something.
+    pace_s = time.monotonic() - started
+    health_s = health_s or max(3.0, pace_s)
+    deadline_s = max(20.0, 8 * pace_s)
+    address = ""
+    if any(scenario.runtime == "ray" for scenario in drawn):
+        # Before the cluster starts: its workers get their environment from its nodes.
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        import ray_cluster
+
+        address = ray_cluster.cluster().address
+    say(f"a silent worker is lost after {health_s:.1f} s, a call after {deadline_s:.0f} s; runs lie in {home}")
+    python = os.environ.get("HEADWAY_VLLM_PYTHON", "")
+    return World(home, models, vocab_sizes, health_s, deadline_s, digest, address, python)
+
+
+class Runner:
+    """Plays runs side by side and says how far it is."""
+
+    def __init__(self, world: World, total: int, keep: bool, out: Path | None) -> None:
+        self._world, self._total, self._keep, self._out = world, total, keep, out
+        self._one_at_a_time = {"ray": threading.Lock(), "vllm": threading.Lock()}
+        self._lock = threading.Lock()
+        self._started = time.monotonic()
+        self.verdicts: list[Verdict] = []
+
+    def play(self, run: list[Scenario]) -> None:
+        first = run[0]
+        locks = [self._one_at_a_time[kind] for kind in (first.runtime, first.engine) if kind in self._one_at_a_time]
+        for lock in locks:
+            lock.acquire()
+        try:
+            play = Play(first, self._world)
+            for verdict in [play.play()]:
+                self._tell(verdict)
+            if not self._keep and all(verdict.passed for verdict in self.verdicts if verdict.scenario in run):
+                shutil.rmtree(play.directory, ignore_errors=True)
+        finally:
+            for lock in reversed(locks):
+                lock.release()
+
+    def _tell(self, verdict: Verdict) -> None:
+        with self._lock:
+            self.verdicts.append(verdict)
+            num, scenario = len(self.verdicts), verdict.scenario
+            left_s = (time.monotonic() - self._started) / num * (self._total - num)
+            how = ", ".join(
+                filter(None, [verdict.outcome, verdict.cause[:90], *(f"lost {one}" for one in verdict.lost)])
+            )
+            word = "ok    " if verdict.passed else "FAILED"
+            left = f"{left_s / 60:.0f} min left"
+            say(
+                f"[{num:3d}/{self._total}] {word} {scenario.name} ({scenario.number}) {verdict.seconds:.1f} s: {how}; {left}"
+            )
+            for problem in verdict.problems:
+                say(f"    {problem}")
+            if not verdict.passed:
+                say(f"    {verdict.done}; what it left: {verdict.where}\n    to repeat it: {scenario.command}")
+            if self._out is not None:
+                self._out.write_text(json.dumps([one.to_dict() for one in self.verdicts], indent=1))
+
+
+def table(verdicts: list[Verdict]) -> str:
+    """A line for each kind of scenario."""
+    rows: dict[tuple[str, ...], list[Verdict]] = defaultdict(list)
+    for verdict in verdicts:
+        rows[verdict.scenario.kind].append(verdict)
+    lines = [
+        f"{'runtime':8}{'engine':10}{'process':12}{'fault':11}{'played':>7}{'passed':>7}{'finished':>9}{'resumed':>8}"
+    ]
+    for kind in sorted(rows):
+        own = rows[kind]
+        passed, finished = sum(one.passed for one in own), sum(one.outcome == "finished" for one in own)
+        resumed = sum(one.outcome == "resumed" for one in own)
+        runtime, engine, victim, fault = kind
+        lines.append(f"{runtime:8}{engine:10}{victim:12}{fault:11}{len(own):7}{passed:7}{finished:9}{resumed:8}")
+    continued = [seconds for one in verdicts for seconds in one.continued_s]
+    lines.append(f"from a lost engine to its requests running elsewhere ({len(continued)}): {spread(continued)}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    told = arguments()
+    if told.scenario is not None:
+        drawn = [draw(told.seed, told.scenario)]
+    else:
+        drawn = scenarios(told.seed, told.count, runnable(), told.only)
+    home = Path(tempfile.mkdtemp(prefix="chaos-"))
+    if not can_mount(home):
+        say("only root can make a small disk: none gets full")
+        drawn = [scenario for scenario in drawn if scenario.victim != "disk"]
+    world = make_world(home, drawn, told.health)
+    runner = Runner(world, len(drawn), told.keep, told.out)
+    with ThreadPoolExecutor(told.jobs) as pool:
+        for done in [pool.submit(runner.play, run) for run in in_runs(drawn)]:
+            done.result()
+    say(table(runner.verdicts))
+    failed = [verdict for verdict in runner.verdicts if not verdict.passed]
+    for verdict in failed:
+        say(f"failed: {verdict.scenario.name}; to repeat it: {verdict.scenario.command}")
+    say(f"make chaos: {len(runner.verdicts) - len(failed)} of {len(runner.verdicts)} scenarios passed")
+    if not failed and not told.keep:
+        shutil.rmtree(home, ignore_errors=True)
+    return 1 if failed or not runner.verdicts else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
