@@ -11,11 +11,12 @@ import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 from chaos.faults import INSIDE, can_mount
-from chaos.play import Play, Verdict, World, expected_digest, spread
-from chaos.scenario import LOTS, Scenario, draw, in_runs, scenarios
+from chaos.play import Play, Verdict, World, spread, undisturbed_digest
+from chaos.scenario import LOTS, Scenario, draw, draw_runs
 
 
 def say(text: str) -> None:
@@ -28,7 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=200, help="how many scenarios")
     parser.add_argument("--seed", type=int, default=0, help="what everything is drawn from")
     parser.add_argument("--only", default="", help="only scenarios whose name has all these words: 'ray engine kill'")
-    parser.add_argument("--scenario", type=int, help="play the one of this number")
+    parser.add_argument("--scenario", type=int, help="play the one of this number, after those before it in its run")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side; Ray's and vLLM's take turns")
     parser.add_argument("--out", type=Path, help="where the record goes, as JSON")
     parser.add_argument("--keep", action="store_true", help="keep the directories of all runs, not only failed ones")
@@ -48,26 +49,26 @@ def runnable() -> set[tuple[str, str]]:
     return found
 
 
-def make_world(home: Path, drawn: list[Scenario], health_s: float) -> World:
+def make_world(home: Path, runs: list[list[Scenario]], health_s: float) -> World:
     from conftest import build_variant
 
     from headway.models import load_config
 
     models = {"embedded": str(home / "model")}
     build_variant(home / "model", "llama")
-    if any(scenario.engine == "vllm" for scenario in drawn):
+    if any(run[0].run.engine == "vllm" for run in runs):
         models["vllm"] = str(home / "model-vllm")
         build_variant(home / "model-vllm", "qwen3-tied")
     vocab_sizes = {kind: load_config(path).vocab_size for kind, path in models.items()}
-    digest = expected_digest(home / "undisturbed", models["embedded"])
+    digest = undisturbed_digest(home / "undisturbed", models["embedded"])
     started = time.monotonic()
     os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", "import headway.trainer")
     # Everything here waits for imports: how long they take now says how long silence has to be to mean something.
     pace_s = time.monotonic() - started
     health_s = health_s or max(3.0, pace_s)
-    deadline_s = max(20.0, 8 * pace_s)
+    deadline_s = max(30.0, 12 * pace_s)
     address = ""
-    if any(scenario.runtime == "ray" for scenario in drawn):
+    if any(run[0].run.runtime == "ray" for run in runs):
         # Before the cluster starts: its workers get their environment from its nodes.
         os.environ["PYTHONPATH"] = os.pathsep.join([str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])])
         import ray_cluster
@@ -88,34 +89,29 @@ class Runner:
         self._started = time.monotonic()
         self.verdicts: list[Verdict] = []
 
-    def play(self, run: list[Scenario]) -> None:
-        first = run[0]
-        locks = [self._one_at_a_time[kind] for kind in (first.runtime, first.engine) if kind in self._one_at_a_time]
-        for lock in locks:
-            lock.acquire()
-        try:
-            play = Play(first, self._world)
-            for verdict in [play.play()]:
-                self._tell(verdict)
-            if not self._keep and all(verdict.passed for verdict in self.verdicts if verdict.scenario in run):
-                shutil.rmtree(play.directory, ignore_errors=True)
-        finally:
-            for lock in reversed(locks):
-                lock.release()
+    def play(self, scenarios: list[Scenario]) -> None:
+        run = scenarios[0].run
+        with ExitStack() as turn:
+            for kind in (run.runtime, run.engine):
+                if kind in self._one_at_a_time:
+                    turn.enter_context(self._one_at_a_time[kind])
+            while scenarios:
+                play = Play(scenarios, self._world)
+                scenarios = play.verdicts(self._tell)
+                failed = {verdict.where for verdict in self.verdicts if not verdict.passed}
+                if not self._keep and str(play.directory) not in failed:
+                    shutil.rmtree(play.directory, ignore_errors=True)
 
     def _tell(self, verdict: Verdict) -> None:
         with self._lock:
             self.verdicts.append(verdict)
             num, scenario = len(self.verdicts), verdict.scenario
             left_s = (time.monotonic() - self._started) / num * (self._total - num)
-            how = ", ".join(
-                filter(None, [verdict.outcome, verdict.cause[:90], *(f"lost {one}" for one in verdict.lost)])
-            )
+            lost = f"lost {' '.join(verdict.lost)}" if verdict.lost else ""
+            how = ", ".join(filter(None, [verdict.outcome, verdict.cause[:100], lost]))
             word = "ok    " if verdict.passed else "FAILED"
-            left = f"{left_s / 60:.0f} min left"
-            say(
-                f"[{num:3d}/{self._total}] {word} {scenario.name} ({scenario.number}) {verdict.seconds:.1f} s: {how}; {left}"
-            )
+            what = f"{scenario.number}, {scenario.name}, {verdict.seconds:.1f} s: {how}"
+            say(f"[{num:3d}/{self._total}] {word} {what}; {left_s / 60:.0f} min left")
             for problem in verdict.problems:
                 say(f"    {problem}")
             if not verdict.passed:
@@ -129,15 +125,14 @@ def table(verdicts: list[Verdict]) -> str:
     rows: dict[tuple[str, ...], list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
         rows[verdict.scenario.kind].append(verdict)
-    lines = [
-        f"{'runtime':8}{'engine':10}{'process':12}{'fault':11}{'played':>7}{'passed':>7}{'finished':>9}{'resumed':>8}"
-    ]
+    head = f"{'runtime':8}{'engine':10}{'process':12}{'fault':11}"
+    lines = [f"{head}{'played':>7}{'passed':>7}{'recovered':>10}{'resumed':>8}"]
     for kind in sorted(rows):
         own = rows[kind]
-        passed, finished = sum(one.passed for one in own), sum(one.outcome == "finished" for one in own)
-        resumed = sum(one.outcome == "resumed" for one in own)
+        passed, recovered = sum(one.passed for one in own), sum(one.outcome == "recovered" for one in own)
+        resumed = sum("resumed" in one.outcome for one in own)
         runtime, engine, victim, fault = kind
-        lines.append(f"{runtime:8}{engine:10}{victim:12}{fault:11}{len(own):7}{passed:7}{finished:9}{resumed:8}")
+        lines.append(f"{runtime:8}{engine:10}{victim:12}{fault:11}{len(own):7}{passed:7}{recovered:10}{resumed:8}")
     continued = [seconds for one in verdicts for seconds in one.continued_s]
     lines.append(f"from a lost engine to its requests running elsewhere ({len(continued)}): {spread(continued)}")
     return "\n".join(lines)
@@ -145,18 +140,18 @@ def table(verdicts: list[Verdict]) -> str:
 
 def main() -> int:
     told = arguments()
-    if told.scenario is not None:
-        drawn = [draw(told.seed, told.scenario)]
+    if told.scenario is None:
+        runs = draw_runs(told.seed, told.count, runnable(), told.only)
     else:
-        drawn = scenarios(told.seed, told.count, runnable(), told.only)
+        runs = [draw(told.seed, told.scenario)]
     home = Path(tempfile.mkdtemp(prefix="chaos-"))
     if not can_mount(home):
         say("only root can make a small disk: none gets full")
-        drawn = [scenario for scenario in drawn if scenario.victim != "disk"]
-    world = make_world(home, drawn, told.health)
-    runner = Runner(world, len(drawn), told.keep, told.out)
+        runs = [run for run in runs if not run[0].run.has_small_disk]
+    world = make_world(home, runs, told.health)
+    runner = Runner(world, sum(map(len, runs)), told.keep, told.out)
     with ThreadPoolExecutor(told.jobs) as pool:
-        for done in [pool.submit(runner.play, run) for run in in_runs(drawn)]:
+        for done in [pool.submit(runner.play, run) for run in runs]:
             done.result()
     say(table(runner.verdicts))
     failed = [verdict for verdict in runner.verdicts if not verdict.passed]

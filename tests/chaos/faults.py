@@ -17,7 +17,7 @@ import psutil
 from chaos.scenario import Scenario
 
 INSIDE = Path(__file__).parent / "inside"
-PLAN, TRIGGER, DONE = "harm.json", "harm-now", "harm-done"
+TRIGGER, DONE = "harm-now", "harm-done"
 FOUND_S = 60.0
 _SLOW_S, _STOPPED_S, _RUNNING_S = 4.0, 0.08, 0.03
 _DISK_MB = 24
@@ -46,20 +46,14 @@ def from_inside(scenario: Scenario) -> tuple[str, str] | None:
 def worker_name(scenario: Scenario, kind: str = "") -> str:
     """The name under which a run has the victim."""
     kind = kind or scenario.victim
-    counts = {"engine": scenario.engines, "trainer": scenario.ranks, "rank": scenario.ranks}
+    run = scenario.run
+    counts = {"engine": run.engines, "server": run.engines, "trainer": run.ranks, "rank": run.ranks}
     kind_name = {"rank": "trainer", "driver": "ray", "server": "engine", "keeper": "rollout"}.get(kind, kind)
     if kind in ("rollout", "keeper"):
-        return f"{kind_name}-{scenario.draw % scenario.rollouts}"
+        return f"{kind_name}-{scenario.draw % run.rollouts}"
     if counts.get(kind, 1) > 1:
         return f"{kind_name}-{scenario.draw % counts[kind]}"
     return kind_name
-
-
-def write_plan(scenario: Scenario, directory: Path) -> None:
-    """For the worker that is going to harm itself; it reads the plan when it starts."""
-    if (found := from_inside(scenario)) is not None:
-        plan = {"worker": found[0], "harm": found[1], "draw": scenario.draw}
-        (directory / PLAN).write_text(json.dumps(plan))
 
 
 # Processes
@@ -202,7 +196,7 @@ def damage_checkpoint(run: Path, draw: int, torn: bool) -> str:
 def harm(scenario: Scenario, directory: Path, run: Path, alive: Callable[[], bool], health_s: float) -> str:
     """Do it; returns what was done. What lasts for a while goes on in a thread."""
     if from_inside(scenario) is not None:
-        return _trigger(directory, alive)
+        return _trigger(scenario, directory, alive)
     if scenario.victim == "disk":
         fill(run.parent)
         return "filled the disk"
@@ -258,15 +252,21 @@ def _no_room(process: psutil.Process, seconds: float = _SLOW_S) -> None:
         process.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
 
 
-def _trigger(directory: Path, alive: Callable[[], bool]) -> str:
-    (directory / TRIGGER).touch()
+def _trigger(scenario: Scenario, directory: Path, alive: Callable[[], bool]) -> str:
+    """Have a worker harm itself; returns when it has begun to."""
+    found = from_inside(scenario)
+    assert found is not None
+    (directory / DONE).unlink(missing_ok=True)
+    plan = {"worker": found[0], "harm": found[1], "draw": scenario.draw}
+    (directory / "plan").write_text(json.dumps(plan))
+    (directory / "plan").rename(directory / TRIGGER)
     deadline = time.monotonic() + FOUND_S
     while not (directory / DONE).exists():
         if not alive() or time.monotonic() > deadline:
+            (directory / TRIGGER).unlink(missing_ok=True)
             raise NotDone
         time.sleep(0.01)
-    plan = json.loads((directory / PLAN).read_text())
-    return f"{plan['harm']} inside {plan['worker']}"
+    return f"{found[1]} inside {found[0]}"
 
 
 def repair(scenario: Scenario, run: Path) -> None:
@@ -288,3 +288,13 @@ def names_cause(scenario: Scenario, cause: str) -> bool:
         "verifier": "reward|verifier",
     }.get(scenario.victim, scenario.victim)
     return re.search(words, cause) is not None
+
+
+def lost_worker(scenario: Scenario) -> str:
+    """Whose loss the controller must notice and tell; nobody's where the fault may pass unnoticed."""
+    if scenario.victim in ("engine", "rollout", "reward", "trainer", "rank", "server", "keeper"):
+        noticed = ("kill", "hang", "partition", "deaf", "corrupt")
+        name = worker_name(scenario)
+        name = "trainer" if name.startswith("trainer") else name
+        return name if scenario.fault in noticed else ""
+    return ""

@@ -1,4 +1,4 @@
-"""Plays scenarios in a real run: begins it, does the harm, follows it to its end, resumes it if need be, judges it."""
+"""Plays the scenarios of a run: begins it, does the harm, sees it recover or end and resumes it, and judges it."""
 
 import os
 import statistics
@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from system import HeadwayProcess, run_inline, write_config
+from system import HeadwayProcess, events_of, run_inline, write_config
 
-from chaos.faults import INSIDE, NotDone, harm, names_cause, processes_in, repair, small_disk, write_plan
-from chaos.scenario import BATCH_GROUPS, NUM_STEPS, Scenario
+from chaos.faults import INSIDE, NotDone, harm, lost_worker, names_cause, processes_in, repair, small_disk
+from chaos.scenario import BATCH_GROUPS, FAULTS_PER_RUN, NUM_STEPS, STEPS_PER_FAULT, Run, Scenario
 from chaos.verdict import problems_of, problems_of_the_end
 from headway.config import Config, load
-from headway.events import Event
+from headway.events import Event, read
 from headway.ledger import fold
 
 TASK = """
-import os, time
+import json, os, time
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -29,14 +29,20 @@ def rows():
     return [{"prompt": f"{a}+{b}=", "answer": str((a + b) % 10)} for a in range(5) for b in range(5)]
 
 def verify(task, text):
-    time.sleep(0.01)
-    if (HERE / "harm-now").exists() and '"verifier"' in (HERE / "harm.json").read_text():
-        os.rename(HERE / "harm-now", HERE / "harm-done")
-        return float("nan")
+    time.sleep(float((HERE / "pace").read_text() or 0))
+    try:
+        if json.loads((HERE / "harm-now").read_text())["worker"] == "verifier":
+            os.rename(HERE / "harm-now", HERE / "harm-done")
+            return float("nan")
+    except FileNotFoundError:
+        pass
     return float(task["answer"] in text) + 0.01 * min(len(text), 9)
 """
 
-_PROCESS_S = 30.0  # for the last processes of a run to go
+_USUAL_S, _WAITING_S = 0.02, 0.3
+"""How long a verifier takes: usually, and while the run shall not get further before the next fault."""
+_LEFT_S = 30.0  # for the last processes of a run to go
+_WELL_AFTER = 2  # versions that are trained after a fault
 
 
 @dataclass(frozen=True)
@@ -53,9 +59,9 @@ class World:
     vllm_python: str = ""
 
     @property
-    def run_s(self) -> float:
-        """How long a run may go on after a fault."""
-        return 60.0 + 6 * self.deadline_s
+    def recovery_s(self) -> float:
+        """How long a run may take to be well again, or to end."""
+        return 60.0 + 4 * self.deadline_s
 
 
 @dataclass
@@ -63,7 +69,7 @@ class Verdict:
     scenario: Scenario
     problems: list[str] = field(default_factory=list)
     done: str = ""  # what was done to the run
-    outcome: str = ""  # finished, or ended by itself or by force and then resumed
+    outcome: str = ""  # recovered, or ended and resumed
     cause: str = ""
     seconds: float = 0.0
     lost: list[str] = field(default_factory=list)
@@ -78,35 +84,34 @@ class Verdict:
         return asdict(self) | {"passed": self.passed, "repeat": self.scenario.command}
 
 
-def sections(scenario: Scenario, world: World, directory: Path) -> dict[str, dict[str, Any]]:
+def sections(run: Run, world: World, directory: Path) -> dict[str, dict[str, Any]]:
     task = directory / "task.py"
-    is_vllm = scenario.engine == "vllm"
-    engine: dict[str, Any] = {"count": scenario.engines, "kv_on_swap": scenario.kv_on_swap, "chunk_tokens": 4}
-    if is_vllm:
+    engine: dict[str, Any] = {"count": run.engines, "kv_on_swap": run.kv_on_swap, "chunk_tokens": 4}
+    if run.engine == "vllm":
         from vllm_servers import ARGS
 
-        own = {"kind": "vllm", "vllm_python": world.vllm_python, "vllm_args": ARGS}
-        engine |= own | {"max_num_seqs": 8, "kv_tokens": 4096, "max_context": 64}
+        engine |= {"kind": "vllm", "vllm_python": world.vllm_python, "vllm_args": ARGS}
+        engine |= {"max_num_seqs": 8, "kv_tokens": 4096, "max_context": 64}
     found: dict[str, dict[str, Any]] = {
         "run": {
             "dir": str(directory / "disk" / "run"),
-            "steps": 100_000 if is_vllm else NUM_STEPS,
-            "runtime": scenario.runtime,
-            "deterministic": not is_vllm,
+            "steps": NUM_STEPS,
+            "runtime": run.runtime,
+            "deterministic": run.engine != "vllm",
             "deadline_s": world.deadline_s,
         },
         "task": {"train": f"{task}:rows", "eval": "", "verifier": f"{task}:verify"},
         "sampling": {"max_tokens": 24},
-        "rollout": {"group_size": 3, "workers": scenario.rollouts},
+        "rollout": {"group_size": 3, "workers": run.rollouts},
         "engine": engine,
-        "supervise": {"health_s": world.health_s, "backoff_s": 0.1},
-        "staleness": {"max_staleness": scenario.eta},
-        "trainer": {"batch_groups": BATCH_GROUPS, "ranks": scenario.ranks, "token_budget": 256, "threads": 1},
-        "weights": {"transport": scenario.transport},
-        "checkpoint": {"every": scenario.checkpoint_every},
+        "supervise": {"health_s": world.health_s, "backoff_s": 0.1, "max_failures": 8},
+        "staleness": {"max_staleness": run.eta},
+        "trainer": {"batch_groups": BATCH_GROUPS, "ranks": run.ranks, "token_budget": 256, "threads": 1},
+        "weights": {"transport": run.transport},
+        "checkpoint": {"every": run.checkpoint_every},
         "metrics": {"tensorboard": False, "stats_every_s": 0.2},
     }
-    if scenario.runtime == "ray":
+    if run.runtime == "ray":
         from ray_cluster import PLACES
 
         places = {kind: PLACES[kind] for kind in ("engine", "trainer", "rollout", "reward")}
@@ -114,137 +119,199 @@ def sections(scenario: Scenario, world: World, directory: Path) -> dict[str, dic
     return found
 
 
-def expected_digest(home: Path, model: str) -> str:
-    """Of the weights that an undisturbed run comes to at η = 0, whatever its engines and workers."""
-    from chaos.scenario import draw
-
+def undisturbed_digest(home: Path, model: str) -> str:
+    """Of the weights that a run comes to at η = 0, whatever its engines and workers."""
     home.mkdir()
     (home / "task.py").write_text(TASK)
-    world = World(home, {}, {}, 30.0, 600.0)
-    plain = next(one for one in map(lambda number: draw(0, number), range(99)) if one.kind[:2] == ("local", "embedded"))
-    values = sections(plain, world, home)
-    values["run"] |= {"runtime": "inline"}
-    values["staleness"] |= {"max_staleness": 0}
-    values["engine"] |= {"count": 1}
-    values["trainer"] |= {"ranks": 1}
-    config = load(write_config(home, model, **values))
+    (home / "pace").write_text("0")
+    plain = Run(0, 0, "inline", "embedded", 0, 1, 1, 1, "auto", "recompute", 50, False)
+    config = load(write_config(home, model, **sections(plain, World(home, {}, {}, 30.0, 600.0), home)))
     run_inline(config)
-    from system import events_of
-
     return fold(events_of(config)).digests[NUM_STEPS]
 
 
 class Play:
     """One run, and the scenarios that befall it."""
 
-    def __init__(self, scenario: Scenario, world: World) -> None:
-        self.first, self.world = scenario, world
-        self.directory = world.home / f"{scenario.number:04d}"
+    def __init__(self, scenarios: list[Scenario], world: World) -> None:
+        self.scenarios, self.world, self.run = scenarios, world, scenarios[0].run
+        self.directory = world.home / f"{scenarios[0].number:04d}"
         self.directory.mkdir()
         (self.directory / "task.py").write_text(TASK)
-        self.path = write_config(
-            self.directory, world.models[scenario.engine], **sections(scenario, world, self.directory)
-        )
+        (self.directory / "chaos").touch()  # whereby those who can harm themselves know that they may
+        self.pace(_USUAL_S)
+        self.path = write_config(self.directory, world.models[self.run.engine], **self._sections())
         self.config: Config = load(self.path)
         self.run_directory = Path(self.config.run.dir)
+        self.process: HeadwayProcess | None = None
 
-    def start(self, *arguments: str) -> HeadwayProcess:
-        # The environment's own path comes after: what harms from inside must be found first.
-        path = os.pathsep.join([str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return HeadwayProcess(
-            "train",
-            self.path,
-            *arguments,
-            run=self.run_directory,
-            cwd=self.directory,
-            env={"PYTHONPATH": path},
-        )
+    def _sections(self) -> dict[str, dict[str, Any]]:
+        return sections(self.run, self.world, self.directory)
 
-    def play(self) -> Verdict:
-        """One scenario, from the beginning of a run to its end."""
-        scenario, started = self.first, time.monotonic()
-        verdict = Verdict(scenario, where=str(self.directory))
-        write_plan(scenario, self.directory)
+    def pace(self, seconds: float) -> None:
+        (self.directory / "pace.new").write_text(f"{seconds}")
+        (self.directory / "pace.new").rename(self.directory / "pace")
+
+    def verdicts(self, tell: Callable[[Verdict], None]) -> list[Scenario]:
+        """Play one scenario after the other, and the run to its end; after a problem, returns those not played."""
+        last = Verdict(self.scenarios[0])
         with ExitStack() as stack:
-            if scenario.victim == "disk":
+            if self.run.has_small_disk:
                 stack.enter_context(small_disk(self.directory / "disk"))
             else:
-                self.run_directory.parent.mkdir()
-            try:
-                self._play(scenario, verdict)
-            except AssertionError as error:
-                verdict.problems.append(str(error))
-            verdict.problems += self.left_behind()
-        verdict.seconds = time.monotonic() - started
-        return verdict
+                (self.directory / "disk").mkdir()
+            stack.callback(self._leave)
+            for turn, scenario in enumerate(self.scenarios):
+                started = time.monotonic()
+                last = Verdict(scenario, where=str(self.directory))
+                is_last = turn == len(self.scenarios) - 1
+                try:
+                    self._play(scenario, last)
+                    if is_last and last.passed:
+                        self._to_the_end(last)
+                except AssertionError as error:
+                    last.problems.append(str(error))
+                if is_last or not last.passed:
+                    self._leave()
+                    last.problems += self.left_behind()
+                last.seconds = time.monotonic() - started
+                tell(last)
+                if not last.passed:
+                    return self.scenarios[turn + 1 :]
+        return []
+
+    def _leave(self) -> None:
+        if self.process is not None:
+            self.process.__exit__()
+            self.process = None
+
+    # One scenario
 
     def _play(self, scenario: Scenario, verdict: Verdict) -> None:
-        with self.start() as run:
-            try:
-                await_moment(run, scenario)
-                verdict.done = harm(scenario, self.directory, self.run_directory, alive(run), self.world.health_s)
-            except NotDone:
-                verdict.problems.append(f"the run was over before the fault:\n{tail(run.output)}")
-            code = self.end_of(run)
-            self.judge(run, verdict, code)
-        if code != 0 and not verdict.problems:
+        if self.process is None:
+            self._start()
+        first = len(self.events())
+        try:
+            self._await_moment(first, scenario)
+            verdict.done = harm(scenario, self.directory, self.run_directory, self._alive, self.world.health_s)
+        except NotDone:
+            raise AssertionError(f"the run was over before the fault:\n{tail(self._output)}") from None
+        before = fold(self.events()).num_trained
+        ended = not self._await_recovery(scenario, first, before)
+        self._judge(verdict, first)
+        if ended:
+            self._judge_end(verdict)
+        if ended and verdict.passed:
             repair(scenario, self.run_directory)
-            self._resume(verdict)
+            self._start()
+            before = fold(self.events()).num_trained
+            if not self._await_recovery(scenario, len(self.events()), before, noticed=False):
+                verdict.problems.append(f"the resumed run ended:\n{tail(self._output)}")
+            self._judge(verdict, first)
+            verdict.outcome = f"{verdict.outcome}, resumed"
 
-    def _resume(self, verdict: Verdict) -> None:
-        # When it died before its first event there is nothing to resume.
+    def _start(self) -> None:
+        self._leave()
+        path = os.pathsep.join([str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        # When it ended before its first event there is nothing to resume.
         arguments = ["--resume"] if self.events() else []
-        with self.start(*arguments) as run:
-            code = self.end_of(run)
-            if code != 0:
-                verdict.problems.append(f"the resumed run ended with {code}:\n{tail(run.output)}")
-            self.judge(run, verdict, code)
+        self.process = HeadwayProcess(
+            "train", self.path, *arguments, run=self.run_directory, cwd=self.directory, env={"PYTHONPATH": path}
+        )
+
+    def _alive(self) -> bool:
+        assert self.process is not None
+        return self.process.process.poll() is None
+
+    @property
+    def _output(self) -> str:
+        assert self.process is not None
+        return self.process.output
 
     def events(self) -> list[Event]:
-        from headway.events import read
-
         path = self.run_directory / "events.jsonl"
         return read(path) if path.exists() else []
 
-    def end_of(self, run: HeadwayProcess) -> int:
-        """Its exit code; a run that goes on for too long has failed by that."""
-        deadline = time.monotonic() + self.world.run_s
-        while run.process.poll() is None:
-            run.descendants()
-            assert time.monotonic() < deadline, f"it did not end within {self.world.run_s:g} s:\n{tail(run.output)}"
-            time.sleep(0.02)
-        return run.process.returncode
+    def _changes(self, seconds: float, what: str) -> Any:
+        """The log's events whenever it has grown, until the run ends."""
+        assert self.process is not None
+        deadline, size = time.monotonic() + seconds, -1
+        while self._alive():
+            path = self.process.events_path
+            found = path.stat().st_size if path.exists() else 0
+            if found != size:
+                size = found
+                self.process.descendants()
+                yield self.events()
+            assert time.monotonic() < deadline, f"no {what} within {seconds:g} s:\n{tail(self._output)}"
+            time.sleep(0.005)
 
-    def judge(self, run: HeadwayProcess, verdict: Verdict, code: int) -> None:
-        """What the log and the files say, and how it ended."""
-        scenario, events = verdict.scenario, self.events()
-        verdict.lost = sorted({event["worker"] for event in events if event.kind == "worker_lost"})
-        verdict.continued_s = [event["seconds"] for event in events if event.kind == "continued"]
-        if events:
-            verdict.problems += problems_of(
-                self.config, events, self.run_directory, self.world.vocab_sizes[scenario.engine]
+    def _await_moment(self, first: int, scenario: Scenario) -> None:
+        """So many events after the last fault; at the beginning of a run, while it is still starting perhaps."""
+        for events in self._changes(self.world.recovery_s, "moment for the fault"):
+            if sum(event.kind != "stats" for event in events[first:]) >= scenario.after and events:
+                time.sleep(scenario.delay_s)
+                return
+        raise NotDone
+
+    def _await_recovery(self, scenario: Scenario, first: int, before: int, noticed: bool = True) -> bool:
+        """Until the run has noticed and trains again; False if it ended instead."""
+        victim = lost_worker(scenario) if noticed else ""
+        share = STEPS_PER_FAULT * (scenario.number % FAULTS_PER_RUN + 1)
+        for events in self._changes(self.world.recovery_s, f"recovery after {scenario.name}"):
+            version = fold(events).num_trained
+            self.pace(_WAITING_S if version > share - 10 else _USUAL_S)
+            has_noticed = not victim or any(
+                event.kind == "worker_lost" and event["worker"] == victim for event in events[first:]
             )
-        if "Traceback" in run.output:
-            verdict.problems.append(f"a stack trace is for bugs:\n{tail(run.output)}")
-        if code == 0:
-            verdict.outcome = "resumed" if verdict.outcome else "finished"
-            has_one_outcome = scenario.eta == 0 and scenario.engine == "embedded" and scenario.ranks == 1
-            verdict.problems += problems_of_the_end(self.config, events, self.world.digest if has_one_outcome else "")
-        elif code > 0:
-            verdict.outcome, verdict.cause = "ended", run.output.strip().splitlines()[-1] if run.output.strip() else ""
-            if not verdict.cause.startswith("error: ") or not names_cause(scenario, verdict.cause):
-                verdict.problems.append(f"it ended without naming the cause:\n{tail(run.output)}")
-        else:
+            if has_noticed and version >= before + _WELL_AFTER:
+                return True
+        return False
+
+    # Judgement
+
+    def _judge(self, verdict: Verdict, first: int) -> None:
+        """What the log and the files say now."""
+        events = self.events()
+        verdict.lost = sorted({event["worker"] for event in events[first:] if event.kind == "worker_lost"})
+        verdict.continued_s = [event["seconds"] for event in events[first:] if event.kind == "continued"]
+        verdict.outcome = verdict.outcome or "recovered"
+        if events:
+            vocab_size = self.world.vocab_sizes[self.run.engine]
+            verdict.problems += problems_of(self.config, events, self.run_directory, vocab_size)
+        if "Traceback" in self._output:
+            verdict.problems.append(f"a stack trace is for bugs:\n{tail(self._output, 40)}")
+
+    def _judge_end(self, verdict: Verdict) -> None:
+        """A run that a fault has ended says why; one whose controller was killed cannot."""
+        assert self.process is not None
+        code, scenario = self.process.process.wait(), verdict.scenario
+        if code < 0:
             verdict.outcome = "killed"
             if scenario.victim not in ("controller", "record", "checkpoint"):
                 verdict.problems.append(f"the controller ended by signal {-code}")
+            return
+        lines = [line for line in self._output.splitlines() if line.startswith("error: ")]
+        verdict.outcome, verdict.cause = "ended", lines[-1] if lines else ""
+        if not code or not names_cause(scenario, verdict.cause):
+            verdict.problems.append(f"it ended ({code}) without naming the cause:\n{tail(self._output)}")
+
+    def _to_the_end(self, verdict: Verdict) -> None:
+        assert self.process is not None
+        self.pace(0)
+        for _ in self._changes(self.world.recovery_s + NUM_STEPS, "end"):
+            pass
+        if self.process.process.wait() != 0:
+            verdict.problems.append(f"the run did not come to its end:\n{tail(self._output)}")
+        has_one_outcome = self.run.eta == 0 and self.run.engine == "embedded" and self.run.ranks == 1
+        digest = self.world.digest if has_one_outcome else ""
+        self._judge(verdict, 0)
+        verdict.problems += problems_of_the_end(self.config, self.events(), digest)
 
     def left_behind(self) -> list[str]:
         """Processes of the run that are still there after a while."""
-        deadline = time.monotonic() + _PROCESS_S
-        while left := processes_in(self.directory):
-            if time.monotonic() > deadline:
-                break
+        deadline = time.monotonic() + _LEFT_S
+        while (left := processes_in(self.directory)) and time.monotonic() < deadline:
             time.sleep(0.05)
         found = []
         for process in left:
@@ -252,26 +319,6 @@ class Play:
                 found.append(f"left behind: {' '.join(process.cmdline())[:200]}")
                 process.kill()
         return found
-
-
-def alive(run: HeadwayProcess) -> Callable[[], bool]:
-    return lambda: run.process.poll() is None
-
-
-def await_moment(run: HeadwayProcess, scenario: Scenario) -> None:
-    """Until the log has so many events, not counting looks."""
-    size = -1
-    while True:
-        found = run.events_path.stat().st_size if run.events_path.exists() else 0
-        if found != size:
-            size = found
-            run.descendants()
-            if sum(event.kind != "stats" for event in run.events()) >= scenario.num_events:
-                break
-        if run.process.poll() is not None:
-            raise NotDone
-        time.sleep(0.002)
-    time.sleep(scenario.delay_s)
 
 
 def tail(output: str, lines: int = 12) -> str:

@@ -1,11 +1,19 @@
-"""Which fault hits whom, when, in what kind of run: everything of a scenario is drawn from its seed and number alone."""
+"""Which fault hits whom, when, in what kind of run: all of it is drawn from a seed and a number alone.
+
+Starting a run costs far more than a fault does, so a run suffers several, one after the other, and each is a scenario
+with a verdict of its own. Scenario n is the fault n % 4 of run n // 4.
+"""
 
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import count
 from typing import Any
 
-NUM_STEPS, BATCH_GROUPS = 6, 3
+FAULTS_PER_RUN = 4
+STEPS_PER_FAULT = 30
+NUM_STEPS = FAULTS_PER_RUN * STEPS_PER_FAULT
+BATCH_GROUPS = 3
 
 LOCAL: dict[str, str] = {
     "engine": "kill hang slow corrupt partition deaf cut",
@@ -20,8 +28,9 @@ LOCAL: dict[str, str] = {
     "record": "torn",
     "disk": "full",
 }
-"""Who can be hit, and by what: a process stops (kill), stands still (hang, slow), answers nonsense (corrupt), its
-channels lose all bytes (partition; deaf: all but the controller's) or break (cut); a file is damaged or half-written."""
+"""Who can be hit, and by what: a process ends (kill), stands still (hang, slow), answers nonsense (corrupt), its
+channels lose all bytes (partition; deaf: all but the controller's) or break (cut); a file is damaged (corrupt), ends
+early (torn), cannot be written (full)."""
 
 RAY: dict[str, str] = {
     "engine": "kill hang corrupt partition",
@@ -53,28 +62,24 @@ VLLM_ON_RAY: dict[str, str] = {
 }
 
 LOTS: dict[tuple[str, str], tuple[int, dict[str, str]]] = {
-    ("local", "embedded"): (14, LOCAL),
-    ("ray", "embedded"): (3, RAY),
-    ("local", "vllm"): (2, VLLM),
-    ("ray", "vllm"): (1, VLLM_ON_RAY),
+    ("local", "embedded"): (7, LOCAL),
+    ("ray", "embedded"): (2, RAY),
+    ("local", "vllm"): (1, VLLM),
+    ("ray", "vllm"): (0, VLLM_ON_RAY),
 }
-"""Each kind of run: how many of twenty scenarios are of it, and what befalls it."""
+"""Each kind of run: how many runs of ten are of it, and what befalls it; of those on vLLM every third is on Ray."""
 
-_ROUND = [lot for lot, (share, _) in LOTS.items() for _ in range(share)]
+_TEN = [lot for lot, (share, _) in LOTS.items() for _ in range(share)]
 
 
 @dataclass(frozen=True)
-class Scenario:
-    """One fault in one run."""
+class Run:
+    """A kind of run, and its size."""
 
     seed: int
     number: int
     runtime: str
     engine: str
-    victim: str
-    fault: str
-    at: float  # when, as a share of the run's expected events
-    delay_s: float  # and how long after that event
     eta: int
     engines: int
     rollouts: int
@@ -82,100 +87,113 @@ class Scenario:
     transport: str
     kv_on_swap: str
     checkpoint_every: int
+    has_small_disk: bool
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One fault in a run."""
+
+    run: Run
+    number: int
+    victim: str
+    fault: str
+    after: int  # so many events, looks not counted, from when the run is well again
+    delay_s: float  # and then so long
     draw: int  # for whatever the fault itself has to choose
 
     @property
     def kind(self) -> tuple[str, str, str, str]:
-        return self.runtime, self.engine, self.victim, self.fault
+        return self.run.runtime, self.run.engine, self.victim, self.fault
 
     @property
     def name(self) -> str:
-        return f"{self.runtime}/{self.engine}: {self.victim} {self.fault}"
-
-    @property
-    def num_events(self) -> int:
-        """After how many events, looks not counted, it happens."""
-        a_step = 2 * BATCH_GROUPS + 2 + self.engines
-        return 1 + int(self.at * NUM_STEPS * a_step)
+        return f"{self.run.runtime}/{self.run.engine}: {self.victim} {self.fault}"
 
     @property
     def command(self) -> str:
-        return f"make chaos CHAOS='--seed {self.seed} --scenario {self.number}'"
+        return f"make chaos CHAOS='--seed {self.run.seed} --scenario {self.number}'"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def draw(seed: int, number: int) -> Scenario:
-    """The scenario of that number; it depends on nothing else."""
-    turn, place = divmod(number, len(_ROUND))
-    runtime, engine = lot = _shuffled(_ROUND, f"{seed} round {turn}")[place]
-    share, faults = LOTS[lot]
-    before = turn * share + _shuffled(_ROUND, f"{seed} round {turn}")[:place].count(lot)
-    kinds = [(victim, fault) for victim, listed in faults.items() for fault in listed.split()]
-    again, index = divmod(before, len(kinds))
-    victim, fault = _shuffled(kinds, f"{seed} {lot} {again}")[index]
-    rng = random.Random(f"{seed} scenario {number}")
-    return Scenario(
+def draw_run(seed: int, number: int) -> list[Scenario]:
+    """The scenarios of one run."""
+    lot = lot_of(seed, number)
+    # Every fault of the lot comes up once before any comes a second time.
+    place = FAULTS_PER_RUN * sum(lot_of(seed, earlier) == lot for earlier in range(number))
+    hits = [_hit(seed, lot, place + turn) for turn in range(FAULTS_PER_RUN)]
+    rng = random.Random(f"{seed} run {number}")
+    run = Run(
         seed=seed,
         number=number,
-        runtime=runtime,
-        engine=engine,
-        victim=victim,
-        fault=fault,
-        at=rng.uniform(0.0, 0.8),
-        delay_s=rng.uniform(0.0, 0.05),
+        runtime=lot[0],
+        engine=lot[1],
         eta=rng.choice((0, 1, 2)),
-        engines=1 if engine == "vllm" else rng.choice((1, 2)),
-        rollouts=rng.choice((1, 1, 2)),
-        ranks=2 if victim == "rank" else 1,
-        transport=_transport(rng, runtime, engine, victim, fault),
+        engines=1 if lot[1] == "vllm" else rng.choice((1, 2)),
+        rollouts=rng.choice((1, 2)),
+        ranks=2 if any(victim == "rank" for victim, _ in hits) else 1,
+        transport=_transport(rng, lot, hits),
         kv_on_swap=rng.choice(("recompute", "keep", "drain")),
-        checkpoint_every=rng.choice((1, 2, 3)),
-        draw=rng.randrange(1 << 30),
+        checkpoint_every=rng.choice((1, 2, 5)),
+        has_small_disk=("disk", "full") in hits,
     )
+    return [
+        Scenario(
+            run,
+            number * FAULTS_PER_RUN + turn,
+            victim,
+            fault,
+            after=rng.randrange(0, 60),
+            delay_s=rng.uniform(0.0, 0.05),
+            draw=rng.randrange(1 << 30),
+        )
+        for turn, (victim, fault) in enumerate(hits)
+    ]
 
 
-def _transport(rng: random.Random, runtime: str, engine: str, victim: str, fault: str) -> str:
+def lot_of(seed: int, number: int) -> tuple[str, str]:
+    ten, place = divmod(number, len(_TEN))
+    lot = _shuffled(_TEN, f"{seed} ten {ten}")[place]
+    return ("ray", "vllm") if lot == ("local", "vllm") and ten % 3 == 2 else lot
+
+
+def _hit(seed: int, lot: tuple[str, str], place: int) -> tuple[str, str]:
+    kinds = [(victim, fault) for victim, faults in LOTS[lot][1].items() for fault in faults.split()]
+    again, index = divmod(place, len(kinds))
+    return _shuffled(kinds, f"{seed} {lot} {again}")[index]
+
+
+def _transport(rng: random.Random, lot: tuple[str, str], hits: list[tuple[str, str]]) -> str:
     drawn = rng.choice(("auto", "stream", "disk"))
-    if (victim, fault) == ("weights", "cut"):  # of a stream
+    if ("weights", "cut") in hits:
         return "stream"
-    # A file that must be seen by every node is a matter of how they are set up.
-    return "auto" if runtime == "ray" or engine == "vllm" else drawn
+    # Where nodes differ, a file that all of them see is a matter of how they are set up.
+    return drawn if lot == ("local", "embedded") else "auto"
 
 
 def _shuffled(items: list[Any], seed: str) -> list[Any]:
     return random.Random(seed).sample(items, len(items))
 
 
-def scenarios(seed: int, count: int, runnable: set[tuple[str, str]], only: str = "") -> list[Scenario]:
-    """The first `count` that can run here and whose name contains every word of `only`."""
-    found: list[Scenario] = []
-    for scenario in _endless(seed):
-        if len(found) == count:
-            break
-        if (scenario.runtime, scenario.engine) in runnable and all(word in scenario.name for word in only.split()):
-            found.append(scenario)
-        if scenario.number > 1000 + 100 * count:
-            break  # nothing is of that name
-    return found
+def draw(seed: int, number: int) -> list[Scenario]:
+    """What has to be played to repeat the scenario of that number: it, after those before it in its run."""
+    run, turn = divmod(number, FAULTS_PER_RUN)
+    return draw_run(seed, run)[: turn + 1]
 
 
-def _endless(seed: int) -> Iterator[Scenario]:
-    number = 0
-    while True:
-        yield draw(seed, number)
-        number += 1
-
-
-def in_runs(drawn: list[Scenario], most: int = 6) -> list[list[Scenario]]:
-    """Who shares a run: one scenario each; on vLLM, whose servers take long to start, several one after the other.
-
-    A controller that is killed ends the run it was in, so it comes last."""
+def draw_runs(seed: int, num: int, runnable: set[tuple[str, str]], only: str = "") -> list[list[Scenario]]:
+    """The first `num` scenarios that can be played here and whose names have every word of `only`, by run."""
     runs: list[list[Scenario]] = []
-    for lot in LOTS:
-        own = [scenario for scenario in drawn if (scenario.runtime, scenario.engine) == lot]
-        size = most if lot[1] == "vllm" else 1
-        parts = [own[start : start + size] for start in range(0, len(own), size)]
-        runs += [sorted(part, key=lambda one: (one.victim == "controller", one.number)) for part in parts]
-    return sorted(runs, key=lambda run: run[0].number)
+    for scenarios in _endless(seed, 1000 + 10 * num):
+        fitting = [one for one in scenarios if all(word in one.name for word in only.split())]
+        if (scenarios[0].run.runtime, scenarios[0].run.engine) in runnable and fitting:
+            runs.append(fitting[: num - sum(map(len, runs))])
+        if sum(map(len, runs)) == num:
+            break
+    return runs
+
+
+def _endless(seed: int, most: int) -> Iterator[list[Scenario]]:
+    return (draw_run(seed, number) for number, _ in zip(count(), range(most), strict=False))

@@ -1,7 +1,7 @@
 """Harm from inside a worker: Python imports this at the start of every process whose PYTHONPATH has this directory.
 
-In a run's directory, `harm.json` says which worker is to go wrong and how; it does when the file `harm-now` appears
-there, which it renames to `harm-done`, so that its next life is whole. Everywhere else this does nothing.
+A file `harm-now` in a run's directory says which worker is to go wrong and how; that worker renames it to `harm-done`
+and does. Everywhere else this does nothing.
 """
 
 import json
@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 
-PLAN, TRIGGER, DONE = "harm.json", "harm-now", "harm-done"
+TRIGGER, DONE = "harm-now", "harm-done"
+CONNECTIONS = []
+"""To this worker, in the order in which they were made: the first is the controller's."""
 
 
 def _worker_name():
@@ -18,35 +20,33 @@ def _worker_name():
     return words[words.index("headway.runtime.worker") + 1] if "headway.runtime.worker" in words else ""
 
 
-def _wait_and_harm(plan):
-    while not _claimed():
-        time.sleep(0.002)
-    HARMS[plan["harm"]](plan)
-
-
-def _claimed():
-    try:
-        os.rename(TRIGGER, DONE)
-    except OSError:
-        return False
-    return True
+def _wait_and_harm(name):
+    while True:
+        time.sleep(0.01)
+        try:
+            with open(TRIGGER) as file:
+                plan = json.load(file)
+            if plan["worker"] == name:
+                os.rename(TRIGGER, DONE)
+                HARMS[plan["harm"]](plan)
+        except FileNotFoundError:
+            pass
 
 
 # Channels
 
 
 def _watch_connections():
-    """Connections to this worker in the order in which they were made: the first is the controller's."""
-    from headway.runtime.worker import Connection
+    from headway.runtime.channel import Channel
 
-    made, original = [], Connection.connection_made
+    original = Channel.connection_made
 
     def connection_made(self, transport):
-        made.append(self)
+        if type(self).__module__ == "__main__":  # the worker's own end
+            CONNECTIONS.append(self)
         original(self, transport)
 
-    Connection.connection_made = connection_made
-    return made
+    Channel.connection_made = connection_made
 
 
 def _lose_bytes(plan):
@@ -76,16 +76,17 @@ def _talk_nonsense(plan):
 
     import numpy as np
 
-    modules = ("headway.engine.embedded", "headway.engine.vllm")
-    (module,) = [sys.modules[name] for name in modules if name in sys.modules][-1:]
-    engine = getattr(module, "VllmEngine", None) or module.EmbeddedEngine
+    if "headway.engine.vllm" in sys.modules:
+        engine = sys.modules["headway.engine.vllm"].VllmEngine
+    else:
+        engine = sys.modules["headway.engine.embedded"].EmbeddedEngine
     generate = engine.generate
-    wrong = {
-        "token": lambda item: replace(item, tokens=item.tokens + 1_000_000),
-        "logprob": lambda item: replace(item, logprobs=np.full_like(item.logprobs, np.nan)),
-        "version": lambda item: replace(item, versions=item.versions + 1000),
-        "other": lambda item: replace(item, tokens=np.flip(item.tokens).copy(), logprobs=-item.logprobs + 1),
-    }[("token", "logprob", "version", "other")[plan["draw"] % 4]]
+    wrong = (
+        lambda item: replace(item, tokens=item.tokens + 1_000_000),
+        lambda item: replace(item, logprobs=np.full_like(item.logprobs, np.nan)),
+        lambda item: replace(item, versions=item.versions + 1_000_000),
+        lambda item: replace(item, logprobs=1 - item.logprobs),
+    )[plan["draw"] % 4]
 
     async def nonsense(self, request):
         async for item in generate(self, request):
@@ -98,10 +99,10 @@ def _talk_nonsense(plan):
 
 
 def _flip_a_bit(plan):
-    """Of the next weights that this engine receives."""
+    """Of all weights that this engine receives from now on."""
     from headway import weights
 
-    receive = weights.receive
+    receive, open_whole = weights.receive, weights.open_whole
 
     def corrupt(update, into):
         receive(update, into)
@@ -115,7 +116,6 @@ def _flip_a_bit(plan):
         name = sorted(key for key in tensors if "proj" in key)[0]
         return tensors | {name: -tensors[name]}
 
-    open_whole = weights.open_whole
     weights.receive, weights.open_whole = corrupt, open_corrupt
 
 
@@ -143,9 +143,6 @@ HARMS = {
     "break": _break_transfers,
 }
 
-if (_name := _worker_name()) and os.path.exists(PLAN):
-    with open(PLAN) as _file:
-        _plan = json.load(_file)
-    if _plan["worker"] == _name:
-        CONNECTIONS = _watch_connections() if _plan["harm"] in ("partition", "deaf", "cut") else []
-        threading.Thread(target=_wait_and_harm, args=(_plan,), daemon=True).start()
+if (_name := _worker_name()) and os.path.exists("chaos"):  # what a run's directory has, and no other
+    _watch_connections()
+    threading.Thread(target=_wait_and_harm, args=(_name,), daemon=True).start()
