@@ -34,6 +34,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="where the record goes, as JSON")
     parser.add_argument("--keep", action="store_true", help="keep the directories of all runs, not only failed ones")
     parser.add_argument("--health", type=float, default=0.0, help="seconds of silence that are a loss; 0 measures")
+    parser.add_argument("--deadline", type=float, default=0.0, help="seconds that any call may take; 0 measures")
     return parser.parse_args()
 
 
@@ -49,7 +50,7 @@ def runnable() -> set[tuple[str, str]]:
     return found
 
 
-def make_world(home: Path, runs: list[list[Scenario]], health_s: float) -> World:
+def make_world(home: Path, runs: list[list[Scenario]], told: argparse.Namespace) -> World:
     from conftest import build_variant
 
     from headway.models import load_config
@@ -65,8 +66,8 @@ def make_world(home: Path, runs: list[list[Scenario]], health_s: float) -> World
     os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", "import headway.trainer")
     # Everything here waits for imports: how long they take now says how long silence has to be to mean something.
     pace_s = time.monotonic() - started
-    health_s = health_s or max(3.0, pace_s)
-    deadline_s = max(30.0, 12 * pace_s)
+    health_s = told.health or max(3.0, pace_s)
+    deadline_s = told.deadline or max(30.0, 12 * pace_s)
     address = ""
     if any(run[0].run.runtime == "ray" for run in runs):
         # Before the cluster starts: its workers get their environment from its nodes.
@@ -148,7 +149,7 @@ def main() -> int:
     if not can_mount(home):
         say("only root can make a small disk: none gets full")
         runs = [run for run in runs if not run[0].run.has_small_disk]
-    world = make_world(home, runs, told.health)
+    world = make_world(home, runs, told)
     runner = Runner(world, sum(map(len, runs)), told.keep, told.out)
     with ThreadPoolExecutor(told.jobs) as pool:
         for done in [pool.submit(runner.play, run) for run in runs]:
