@@ -122,7 +122,7 @@ def test_a_run_without_faults_has_no_problems(played: tuple[Config, int]) -> Non
         (lambda events: [event for event in events if event.kind != "swapped" or event["version"] != 1], "Eq. 3"),
         (lambda events: doctored(events, "trained", 2, tokens=1), "the ledger"),
         (lambda events: doctored(events, "trained", 2, staleness_max=9), "versions"),
-        (lambda events: doctored(events, "trained", 3, staleness_max=-1), "the record: version 4: staleness . is not told"),
+        (lambda events: doctored(events, "trained", 3, staleness_max=-1), "the record: .* staleness . is not told"),
         (lambda events: doctored(events, "finished", 2, tokens=10_000), "the record: group .* another number"),
     ],
 )
