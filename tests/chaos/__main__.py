@@ -145,6 +145,8 @@ def main() -> int:
         runs = draw_runs(told.seed, told.count, runnable(), told.only)
     else:
         runs = [draw(told.seed, told.scenario)]
+        if (runs[0][0].run.runtime, runs[0][0].run.engine) not in runnable():
+            return 1
     home = Path(tempfile.mkdtemp(prefix="chaos-"))
     if not can_mount(home):
         say("only root can make a small disk: none gets full")

@@ -3,7 +3,7 @@
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -162,13 +162,13 @@ class Play:
                 (self.directory / "disk").mkdir()
             stack.callback(self._leave)
             for turn, scenario in enumerate(self.scenarios):
-                started = time.monotonic()
+                started, first = time.monotonic(), len(self.events())
                 last = Verdict(scenario, where=str(self.directory))
                 is_last = turn == len(self.scenarios) - 1
                 try:
-                    self._play(scenario, last)
+                    self._play(scenario, last, first)
                     if is_last and last.passed:
-                        self._to_the_end(last)
+                        self._to_the_end(last, first)
                 except AssertionError as error:
                     last.problems.append(str(error))
                 if is_last or not last.passed:
@@ -187,10 +187,9 @@ class Play:
 
     # One scenario
 
-    def _play(self, scenario: Scenario, verdict: Verdict) -> None:
+    def _play(self, scenario: Scenario, verdict: Verdict, first: int) -> None:
         if self.process is None:
             self._start()
-        first = len(self.events())
         try:
             self._await_moment(first, scenario)
             verdict.done = harm(scenario, self.directory, self.run_directory, self._alive, self.world.health_s)
@@ -232,7 +231,7 @@ class Play:
         path = self.run_directory / "events.jsonl"
         return read(path) if path.exists() else []
 
-    def _changes(self, seconds: float, what: str) -> Any:
+    def _changes(self, seconds: float, what: str, every_s: float = 0.05) -> Iterator[list[Event]]:
         """The log's events whenever it has grown, until the run ends."""
         assert self.process is not None
         deadline, size = time.monotonic() + seconds, -1
@@ -244,11 +243,11 @@ class Play:
                 self.process.descendants()
                 yield self.events()
             assert time.monotonic() < deadline, f"no {what} within {seconds:g} s:\n{tail(self._output)}"
-            time.sleep(0.005)
+            time.sleep(every_s)
 
     def _await_moment(self, first: int, scenario: Scenario) -> None:
         """So many events after the last fault; at the beginning of a run, while it is still starting perhaps."""
-        for events in self._changes(self.world.recovery_s, "moment for the fault"):
+        for events in self._changes(self.world.recovery_s, "moment for the fault", 0.005):
             if sum(event.kind != "stats" for event in events[first:]) >= scenario.after and events:
                 time.sleep(scenario.delay_s)
                 return
@@ -296,7 +295,7 @@ class Play:
         if not code or not names_cause(scenario, verdict.cause):
             verdict.problems.append(f"it ended ({code}) without naming the cause:\n{tail(self._output)}")
 
-    def _to_the_end(self, verdict: Verdict) -> None:
+    def _to_the_end(self, verdict: Verdict, first: int) -> None:
         assert self.process is not None
         self.pace(0)
         for _ in self._changes(self.world.recovery_s + NUM_STEPS, "end"):
@@ -305,7 +304,7 @@ class Play:
             verdict.problems.append(f"the run did not come to its end:\n{tail(self._output)}")
         has_one_outcome = self.run.eta == 0 and self.run.engine == "embedded" and self.run.ranks == 1
         digest = self.world.digest if has_one_outcome else ""
-        self._judge(verdict, 0)
+        self._judge(verdict, first)
         verdict.problems += problems_of_the_end(self.config, self.events(), digest)
 
     def left_behind(self) -> list[str]:
