@@ -29,6 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=200, help="how many scenarios")
     parser.add_argument("--seed", type=int, default=0, help="what everything is drawn from")
     parser.add_argument("--only", default="", help="only scenarios whose name has all these words: 'ray engine kill'")
+    parser.add_argument("--first", type=int, default=0, help="leave out scenarios before this number")
     parser.add_argument("--scenario", type=int, help="play the one of this number, after those before it in its run")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side; Ray's and vLLM's take turns")
     parser.add_argument("--out", type=Path, help="where the record goes, as JSON")
@@ -142,7 +143,7 @@ def table(verdicts: list[Verdict]) -> str:
 def main() -> int:
     told = arguments()
     if told.scenario is None:
-        runs = draw_runs(told.seed, told.count, runnable(), told.only)
+        runs = draw_runs(told.seed, told.count, runnable(), told.only, told.first)
     else:
         runs = [draw(told.seed, told.scenario)]
         if (runs[0][0].run.runtime, runs[0][0].run.engine) not in runnable():

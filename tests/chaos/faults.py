@@ -29,6 +29,9 @@ _FROM_INSIDE = {
     ("verifier", "corrupt"): ("verifier", "nonsense"),
 }
 
+_KIND_OF_WORKER = {"rank": "trainer", "verifier": "reward", "driver": "ray", "server": "engine", "keeper": "rollout"}
+"""Which worker is the victim, or has it below or above itself, where the word is another."""
+
 
 class NotDone(Exception):
     """The run was over before the fault could happen."""
@@ -40,7 +43,8 @@ def from_inside(scenario: Scenario) -> tuple[str, str] | None:
         return worker_name(scenario), scenario.fault
     if (found := _FROM_INSIDE.get((scenario.victim, scenario.fault))) is None:
         return None
-    return worker_name(scenario, found[0]), found[1]
+    # A verifier is no worker; the task of these runs knows the word.
+    return (found[0] if found[0] == "verifier" else worker_name(scenario, found[0])), found[1]
 
 
 def worker_name(scenario: Scenario, kind: str = "") -> str:
@@ -48,7 +52,7 @@ def worker_name(scenario: Scenario, kind: str = "") -> str:
     kind = kind or scenario.victim
     run = scenario.run
     counts = {"engine": run.engines, "server": run.engines, "trainer": run.ranks, "rank": run.ranks}
-    kind_name = {"rank": "trainer", "driver": "ray", "server": "engine", "keeper": "rollout"}.get(kind, kind)
+    kind_name = _KIND_OF_WORKER.get(kind, kind)
     if kind in ("rollout", "keeper"):
         return f"{kind_name}-{scenario.draw % run.rollouts}"
     if counts.get(kind, 1) > 1:
@@ -208,7 +212,8 @@ def harm(scenario: Scenario, directory: Path, run: Path, alive: Callable[[], boo
         process = wait_for(lambda: _named(directory, "trainer" if by_trainer else "controller"), alive)
         process.kill()
         if victim == "record":
-            process.wait(FOUND_S)
+            while alive():  # its parent reaps it, and nobody else
+                time.sleep(0.01)
             tear(run)
         return f"killed {'trainer' if by_trainer else 'controller'}, damaged {damaged or 'what was half-written'}"
     process = wait_for(lambda: find(scenario, directory), alive)
@@ -279,8 +284,8 @@ def names_cause(scenario: Scenario, cause: str) -> bool:
     """Whether a sentence says who or what was the trouble."""
     words = {
         "weights": "version|weights|engine",
-        "disk": "cannot write|No space|disk",
-        "trainer": "trainer|checkpoint|model",
+        "disk": "cannot write|could not be written|No space",
+        "trainer": "trainer|checkpoint|could not be written",
         "rank": "trainer",
         "server": "engine|server",
         "driver": "ray|Ray|worker",

@@ -5,9 +5,7 @@ with a verdict of its own. Scenario n is the fault n % 4 of run n // 4.
 """
 
 import random
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import count
 from typing import Any
 
 FAULTS_PER_RUN = 4
@@ -139,18 +137,22 @@ def draw_run(seed: int, number: int) -> list[Scenario]:
         checkpoint_every=rng.choice((1, 2, 5)),
         has_small_disk=("disk", "full") in hits,
     )
-    return [
-        Scenario(
-            run,
-            number * FAULTS_PER_RUN + turn,
-            victim,
-            fault,
-            after=rng.randrange(0, 60),
-            delay_s=rng.uniform(0.0, 0.05),
-            draw=rng.randrange(1 << 30),
-        )
-        for turn, (victim, fault) in enumerate(hits)
-    ]
+    return [_scenario(rng, run, turn, *hit) for turn, hit in enumerate(hits)]
+
+
+def _scenario(rng: random.Random, run: Run, turn: int, victim: str, fault: str) -> Scenario:
+    after, delay_s, draw = rng.randrange(0, 60), rng.uniform(0.0, 0.05), rng.randrange(1 << 30)
+    # One first fault in four hits a run that is still starting.
+    after = 0 if turn == 0 and draw % 4 == 0 else after
+    return Scenario(
+        run,
+        number=run.number * FAULTS_PER_RUN + turn,
+        victim=victim,
+        fault=fault,
+        after=after,
+        delay_s=delay_s,
+        draw=draw,
+    )
 
 
 def lot_of(seed: int, number: int) -> tuple[str, str]:
@@ -183,17 +185,15 @@ def draw(seed: int, number: int) -> list[Scenario]:
     return draw_run(seed, run)[: turn + 1]
 
 
-def draw_runs(seed: int, num: int, runnable: set[tuple[str, str]], only: str = "") -> list[list[Scenario]]:
-    """The first `num` scenarios that can be played here and whose names have every word of `only`, by run."""
+def draw_runs(
+    seed: int, num: int, runnable: set[tuple[str, str]], only: str = "", first: int = 0
+) -> list[list[Scenario]]:
+    """The next `num` scenarios that can be played here and whose names have every word of `only`, by run."""
     runs: list[list[Scenario]] = []
-    for scenarios in _endless(seed, 1000 + 10 * num):
-        fitting = [one for one in scenarios if all(word in one.name for word in only.split())]
+    for scenarios in (draw_run(seed, number) for number in range(first // FAULTS_PER_RUN, first + 1000 + 10 * num)):
+        fitting = [one for one in scenarios if one.number >= first and all(word in one.name for word in only.split())]
         if (scenarios[0].run.runtime, scenarios[0].run.engine) in runnable and fitting:
             runs.append(fitting[: num - sum(map(len, runs))])
         if sum(map(len, runs)) == num:
             break
     return runs
-
-
-def _endless(seed: int, most: int) -> Iterator[list[Scenario]]:
-    return (draw_run(seed, number) for number, _ in zip(count(), range(most), strict=False))

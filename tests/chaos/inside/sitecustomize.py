@@ -71,15 +71,22 @@ def _cut(plan):
 # Answers
 
 
+def _loaded_engine():
+    """The class of this worker's engine, once it is there."""
+    places = (("headway.engine.vllm", "VllmEngine"), ("headway.engine.embedded", "EmbeddedEngine"))
+    while True:
+        for module, name in places:
+            if hasattr(sys.modules.get(module), name):
+                return getattr(sys.modules[module], name)
+        time.sleep(0.01)
+
+
 def _talk_nonsense(plan):
     from dataclasses import replace
 
     import numpy as np
 
-    if "headway.engine.vllm" in sys.modules:
-        engine = sys.modules["headway.engine.vllm"].VllmEngine
-    else:
-        engine = sys.modules["headway.engine.embedded"].EmbeddedEngine
+    engine = _loaded_engine()
     generate = engine.generate
     wrong = (
         lambda item: replace(item, tokens=item.tokens + 1_000_000),
