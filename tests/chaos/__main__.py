@@ -32,6 +32,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="leave out scenarios before this number")
     parser.add_argument("--scenario", type=int, help="play the one of this number, after those before it in its run")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side; Ray's and vLLM's take turns")
+    parser.add_argument("--minutes", type=float, default=0.0, help="begin no further run after so long; 0 begins all")
     parser.add_argument("--out", type=Path, help="where the record goes, as JSON")
     parser.add_argument("--keep", action="store_true", help="keep the directories of all runs, not only failed ones")
     parser.add_argument("--health", type=float, default=0.0, help="seconds of silence that are a loss; 0 measures")
@@ -84,8 +85,9 @@ def make_world(home: Path, runs: list[list[Scenario]], told: argparse.Namespace)
 class Runner:
     """Plays runs side by side and says how far it is."""
 
-    def __init__(self, world: World, total: int, keep: bool, out: Path | None) -> None:
-        self._world, self._total, self._keep, self._out = world, total, keep, out
+    def __init__(self, world: World, total: int, told: argparse.Namespace) -> None:
+        self._world, self._total, self._keep, self._out = world, total, told.keep, told.out
+        self._end = time.monotonic() + 60 * told.minutes if told.minutes else float("inf")
         self._one_at_a_time = {"ray": threading.Lock(), "vllm": threading.Lock()}
         self._lock = threading.Lock()
         self._started = time.monotonic()
@@ -97,7 +99,7 @@ class Runner:
             for kind in (run.runtime, run.engine):
                 if kind in self._one_at_a_time:
                     turn.enter_context(self._one_at_a_time[kind])
-            while scenarios:
+            while scenarios and time.monotonic() < self._end:
                 play = Play(scenarios, self._world)
                 scenarios = play.verdicts(self._tell)
                 failed = {verdict.where for verdict in self.verdicts if not verdict.passed}
@@ -153,7 +155,7 @@ def main() -> int:
         say("only root can make a small disk: none gets full")
         runs = [run for run in runs if not run[0].run.has_small_disk]
     world = make_world(home, runs, told)
-    runner = Runner(world, sum(map(len, runs)), told.keep, told.out)
+    runner = Runner(world, sum(map(len, runs)), told)
     with ThreadPoolExecutor(told.jobs) as pool:
         for done in [pool.submit(runner.play, run) for run in runs]:
             done.result()

@@ -209,7 +209,9 @@ def harm(scenario: Scenario, directory: Path, run: Path, alive: Callable[[], boo
         # With whom it is read again: the trainer, or the controller and a resume.
         by_trainer = victim == "checkpoint" and scenario.draw % 2
         damaged = damage_checkpoint(run, scenario.draw, scenario.fault == "torn") if victim == "checkpoint" else ""
-        process = wait_for(lambda: _named(directory, "trainer" if by_trainer else "controller"), alive)
+        process = wait_for(
+            lambda: _named(directory, worker_name(scenario, "trainer") if by_trainer else "controller"), alive
+        )
         process.kill()
         if victim == "record":
             while alive():  # its parent reaps it, and nobody else
