@@ -137,8 +137,14 @@ def table(verdicts: list[Verdict]) -> str:
         resumed = sum("resumed" in one.outcome for one in own)
         runtime, engine, victim, fault = kind
         lines.append(f"{runtime:8}{engine:10}{victim:12}{fault:11}{len(own):7}{passed:7}{recovered:10}{resumed:8}")
-    continued = [seconds for one in verdicts for seconds in one.continued_s]
-    lines.append(f"from a lost engine to its requests running elsewhere ({len(continued)}): {spread(continued)}")
+    for what, fitting in (
+        ("with another engine at hand", [one for one in verdicts if one.scenario.run.engines > 1]),
+        ("with none, until it is back", [one for one in verdicts if one.scenario.run.engines == 1]),
+    ):
+        for fault in sorted({one.scenario.fault for one in fitting if one.continued_s}):
+            seconds = [some for one in fitting if one.scenario.fault == fault for some in one.continued_s]
+            how = f"from the {fault} of an engine to its requests running elsewhere, {what}"
+            lines.append(f"{how} ({len(seconds)}): {spread(seconds)}")
     return "\n".join(lines)
 
 

@@ -69,11 +69,12 @@ class Verdict:
     scenario: Scenario
     problems: list[str] = field(default_factory=list)
     done: str = ""  # what was done to the run
+    when: float = 0.0
     outcome: str = ""  # recovered, or ended and resumed
     cause: str = ""
     seconds: float = 0.0
     lost: list[str] = field(default_factory=list)
-    continued_s: list[float] = field(default_factory=list)
+    continued_s: list[float] = field(default_factory=list)  # from the fault to its requests running elsewhere
     where: str = ""
 
     @property
@@ -192,6 +193,7 @@ class Play:
             self._start()
         try:
             self._await_moment(first, scenario)
+            verdict.when = time.time()
             verdict.done = harm(scenario, self.directory, self.run_directory, self._alive, self.world.health_s)
         except NotDone:
             raise AssertionError(f"the run was over before the fault:\n{tail(self._output)}") from None
@@ -273,7 +275,9 @@ class Play:
         """What the log and the files say now."""
         events = self.events()
         verdict.lost = sorted({event["worker"] for event in events[first:] if event.kind == "worker_lost"})
-        verdict.continued_s = [event["seconds"] for event in events[first:] if event.kind == "continued"]
+        if verdict.scenario.victim in ("engine", "server"):
+            moments = [event.time for event in events[first:] if event.kind == "continued"]
+            verdict.continued_s = [moment - verdict.when for moment in moments if moment > verdict.when]
         verdict.outcome = verdict.outcome or "recovered"
         if events:
             vocab_size = self.world.vocab_sizes[self.run.engine]
