@@ -203,10 +203,11 @@ def test_a_full_disk_takes_no_byte_more(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_short_part_of_the_suite_passes(tmp_path: Path) -> None:
-    """Eight scenarios of two local runs; `make chaos` plays all."""
+@pytest.mark.parametrize(("kind", "num"), [("local/embedded", 8), ("ray/embedded", 4)])
+def test_a_short_part_of_the_suite_passes(kind: str, num: int) -> None:
+    """Twelve scenarios of three runs; `make chaos` plays all."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "chaos", "--count", "8", "--only", "local/embedded", "--seed", "1"]
+    command = [sys.executable, "-m", "chaos", "--count", str(num), "--only", kind, "--seed", "1"]
     found = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
-    assert "8 of 8 scenarios passed" in found.stdout
+    assert f"{num} of {num} scenarios passed" in found.stdout

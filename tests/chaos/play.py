@@ -172,9 +172,9 @@ class Play:
                         self._to_the_end(last, first)
                 except AssertionError as error:
                     last.problems.append(str(error))
-                if is_last or not last.passed:
+                if not last.passed:
                     self._leave()
-                    last.problems += self.left_behind()
+                    self.left_behind()
                 last.seconds = time.monotonic() - started
                 tell(last)
                 if not last.passed:
@@ -202,6 +202,7 @@ class Play:
         self._judge(verdict, first)
         if ended:
             self._judge_end(verdict)
+            verdict.problems += self.left_behind()
         if ended and verdict.passed:
             repair(scenario, self.run_directory)
             self._start()
@@ -309,10 +310,11 @@ class Play:
         has_one_outcome = self.run.eta == 0 and self.run.engine == "embedded" and self.run.ranks == 1
         digest = self.world.digest if has_one_outcome else ""
         self._judge(verdict, first)
+        verdict.problems += self.left_behind()
         verdict.problems += problems_of_the_end(self.config, self.events(), digest)
 
     def left_behind(self) -> list[str]:
-        """Processes of the run that are still there after a while."""
+        """Processes of a run that has ended which are still there after a while; they are killed."""
         deadline = time.monotonic() + _LEFT_S
         while (left := processes_in(self.directory)) and time.monotonic() < deadline:
             time.sleep(0.05)
