@@ -82,7 +82,20 @@ class Verdict:
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"passed": self.passed, "repeat": self.scenario.command}
+        """For the record, which is of no machine in particular."""
+        runtime, engine, victim, fault = self.scenario.kind
+        told = asdict(self.scenario.run) | {"number": self.scenario.number, "after": self.scenario.after}
+        told |= {"runtime": runtime, "engine": engine, "victim": victim, "fault": fault, "passed": self.passed}
+        told |= {
+            "outcome": self.outcome,
+            "cause": self._plain(self.cause),
+            "problems": list(map(self._plain, self.problems)),
+        }
+        told |= {"seconds": round(self.seconds, 1), "lost": self.lost, "repeat": self.scenario.command}
+        return told | {"continued_s": [round(seconds, 3) for seconds in self.continued_s]}
+
+    def _plain(self, sentence: str) -> str:
+        return sentence.replace(self.where, "RUN") if self.where else sentence
 
 
 def sections(run: Run, world: World, directory: Path) -> dict[str, dict[str, Any]]:

@@ -5,7 +5,7 @@ with a verdict of its own. Scenario n is the fault n % 4 of run n // 4.
 """
 
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 FAULTS_PER_RUN = 4
@@ -111,9 +111,6 @@ class Scenario:
     @property
     def command(self) -> str:
         return f"make chaos CHAOS='--seed {self.run.seed} --scenario {self.number}'"
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def draw_run(seed: int, number: int) -> list[Scenario]:
