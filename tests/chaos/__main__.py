@@ -133,7 +133,7 @@ def table(verdicts: list[Verdict]) -> str:
     lines = [f"{head}{'played':>7}{'passed':>7}{'recovered':>10}{'resumed':>8}"]
     for kind in sorted(rows):
         own = rows[kind]
-        passed, recovered = sum(one.passed for one in own), sum(one.outcome == "recovered" for one in own)
+        passed, recovered = sum(one.passed for one in own), sum(one.outcome in ("recovered", "finished") for one in own)
         resumed = sum("resumed" in one.outcome for one in own)
         runtime, engine, victim, fault = kind
         lines.append(f"{runtime:8}{engine:10}{victim:12}{fault:11}{len(own):7}{passed:7}{recovered:10}{resumed:8}")

@@ -39,7 +39,7 @@ def verify(task, text):
     return float(task["answer"] in text) + 0.01 * min(len(text), 9)
 """
 
-_USUAL_S, _WAITING_S = 0.02, 0.3
+_USUAL_S, _WAITING_S = 0.02, 1.0
 """How long a verifier takes: usually, and while the run shall not get further before the next fault."""
 _LEFT_S = 30.0  # for the last processes of a run to go
 _WELL_AFTER = 2  # versions that are trained after a fault
@@ -70,7 +70,7 @@ class Verdict:
     problems: list[str] = field(default_factory=list)
     done: str = ""  # what was done to the run
     when: float = 0.0
-    outcome: str = ""  # recovered, or ended and resumed
+    outcome: str = ""  # recovered; finished, before anybody noticed; or ended or killed, and resumed
     cause: str = ""
     seconds: float = 0.0
     lost: list[str] = field(default_factory=list)
@@ -167,7 +167,7 @@ class Play:
         (self.directory / "pace.new").rename(self.directory / "pace")
 
     def verdicts(self, tell: Callable[[Verdict], None]) -> list[Scenario]:
-        """Play one scenario after the other, and the run to its end; after a problem, returns those not played."""
+        """Play one scenario after the other, and the run to its end; those not played, if it came to one before."""
         last = Verdict(self.scenarios[0])
         with ExitStack() as stack:
             if self.run.has_small_disk:
@@ -181,7 +181,7 @@ class Play:
                 is_last = turn == len(self.scenarios) - 1
                 try:
                     self._play(scenario, last, first)
-                    if is_last and last.passed:
+                    if last.passed and last.outcome != "finished" and is_last:
                         self._to_the_end(last, first)
                 except AssertionError as error:
                     last.problems.append(str(error))
@@ -190,7 +190,7 @@ class Play:
                     self.left_behind()
                 last.seconds = time.monotonic() - started
                 tell(last)
-                if not last.passed:
+                if not last.passed or last.outcome == "finished":
                     return self.scenarios[turn + 1 :]
         return []
 
@@ -216,7 +216,7 @@ class Play:
         if ended:
             self._judge_end(verdict)
             verdict.problems += self.left_behind()
-        if ended and verdict.passed:
+        if ended and verdict.passed and verdict.outcome != "finished":
             repair(scenario, self.run_directory)
             self._start()
             before = fold(self.events()).num_trained
@@ -308,9 +308,14 @@ class Play:
             if scenario.victim not in ("controller", "record", "checkpoint"):
                 verdict.problems.append(f"the controller ended by signal {-code}")
             return
+        if code == 0:
+            # It went on so well without the victim that it was done before it noticed.
+            verdict.outcome = "finished"
+            verdict.problems += problems_of_the_end(self.config, self.events(), self._digest)
+            return
         lines = [line for line in self._output.splitlines() if line.startswith("error: ")]
         verdict.outcome, verdict.cause = "ended", lines[-1] if lines else ""
-        if not code or not names_cause(scenario, verdict.cause):
+        if not names_cause(scenario, verdict.cause):
             verdict.problems.append(f"it ended ({code}) without naming the cause:\n{tail(self._output)}")
 
     def _to_the_end(self, verdict: Verdict, first: int) -> None:
@@ -320,11 +325,15 @@ class Play:
             pass
         if self.process.process.wait() != 0:
             verdict.problems.append(f"the run did not come to its end:\n{tail(self._output)}")
-        has_one_outcome = self.run.eta == 0 and self.run.engine == "embedded" and self.run.ranks == 1
-        digest = self.world.digest if has_one_outcome else ""
         self._judge(verdict, first)
         verdict.problems += self.left_behind()
-        verdict.problems += problems_of_the_end(self.config, self.events(), digest)
+        verdict.problems += problems_of_the_end(self.config, self.events(), self._digest)
+
+    @property
+    def _digest(self) -> str:
+        """Of the weights that this run must come to, if there is one outcome."""
+        has_one = self.run.eta == 0 and self.run.engine == "embedded" and self.run.ranks == 1
+        return self.world.digest if has_one else ""
 
     def left_behind(self) -> list[str]:
         """Processes of a run that has ended which are still there after a while; they are killed."""
