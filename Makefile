@@ -5,13 +5,14 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet install -c constraints.txt
 MODEL := models/smollm2-135m
 
-.PHONY: help quickstart smollm2 test test-slow lint format clean
+.PHONY: help quickstart smollm2 test test-slow chaos lint format clean
 
 help:
 	@echo "make quickstart   train a small model by asynchronous RL, from nothing, on this machine"
 	@echo "make smollm2      a few steps of RL on the pre-trained SmolLM2-135M-Instruct"
 	@echo "make test         the tests of every change"
 	@echo "make test-slow    the tests that take minutes"
+	@echo "make chaos        200 seeded faults in real runs; CHAOS='--count 20' plays fewer"
 	@echo "make lint         ruff (lint and format) and mypy"
 	@echo "make format       let ruff put the format right"
 	@echo "make clean        remove .venv, .venv-vllm and caches; runs/ and models/ stay"
@@ -30,6 +31,9 @@ test: .venv/installed
 test-slow: .venv/installed .venv/ray .venv-vllm/installed
 	OMP_NUM_THREADS=1 HEADWAY_VLLM_PYTHON=.venv-vllm/bin/python $(BIN)/python -m pytest -m "slow and not gpu"
 	@echo "make test-slow: all slow tests passed"
+
+chaos: .venv/installed .venv/ray .venv-vllm/installed
+	OMP_NUM_THREADS=1 HEADWAY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m chaos $(CHAOS)
 
 lint: .venv/installed
 	$(BIN)/ruff check

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -169,7 +169,9 @@ def events_of(config: Config) -> list[Event]:
 class HeadwayProcess:
     """`headway ARGUMENTS` in a process group of its own, watched through its event log."""
 
-    def __init__(self, *arguments: str | Path, run: Path) -> None:
+    def __init__(
+        self, *arguments: str | Path, run: Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
         self.events_path = run / "events.jsonl"
         self._output = open(run.parent / f"{run.name}.output", "w+")  # noqa: SIM115
         self.process = subprocess.Popen(
@@ -177,7 +179,8 @@ class HeadwayProcess:
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+            cwd=cwd,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(env or {})},
         )
         self._family: set[psutil.Process] = set()
 

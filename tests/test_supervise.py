@@ -1,6 +1,7 @@
 """How often a worker may be lost, how long it is waited for, and who is believed about it."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -52,3 +53,32 @@ def test_what_takes_too_long_is_named() -> None:
             await within(0.01, "a look at engine-3", asyncio.Event().wait())
 
     asyncio.run(scenario())
+
+
+def test_an_answer_that_came_while_this_process_stood_still_is_in_time() -> None:
+    async def scenario() -> str:
+        async def answer() -> str:
+            await asyncio.sleep(0.1)
+            return "here"
+
+        asyncio.get_running_loop().call_later(0.05, time.sleep, 0.5)  # a stopped process, to its event loop
+        return await within(0.2, "a look", answer())
+
+    assert asyncio.run(scenario()) == "here"
+
+
+def test_a_call_that_is_given_up_is_cancelled() -> None:
+    ended: list[str] = []
+
+    async def scenario() -> None:
+        async def never() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("cancelled")
+
+        with pytest.raises(DeadlineExceeded, match="a look took longer than"):
+            await within(0.05, "a look", never())
+
+    asyncio.run(scenario())
+    assert ended == ["cancelled"]

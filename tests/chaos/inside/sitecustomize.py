@@ -1,0 +1,155 @@
+"""Harm from inside a worker: Python imports this at the start of every process whose PYTHONPATH has this directory.
+
+A file `harm-now` in a run's directory says which worker is to go wrong and how; that worker renames it to `harm-done`
+and does. Everywhere else this does nothing.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+
+TRIGGER, DONE = "harm-now", "harm-done"
+CONNECTIONS = []
+"""To this worker, in the order in which they were made: the first is the controller's."""
+
+
+def _worker_name():
+    words = sys.orig_argv
+    return words[words.index("headway.runtime.worker") + 1] if "headway.runtime.worker" in words else ""
+
+
+def _wait_and_harm(name):
+    while True:
+        time.sleep(0.01)
+        try:
+            with open(TRIGGER) as file:
+                plan = json.load(file)
+            if plan["worker"] == name:
+                os.rename(TRIGGER, DONE)
+                HARMS[plan["harm"]](plan)
+        except FileNotFoundError:
+            pass
+
+
+# Channels
+
+
+def _watch_connections():
+    from headway.runtime.channel import Channel
+
+    original = Channel.connection_made
+
+    def connection_made(self, transport):
+        if type(self).__module__ == "__main__":  # the worker's own end
+            CONNECTIONS.append(self)
+        original(self, transport)
+
+    Channel.connection_made = connection_made
+
+
+def _lose_bytes(plan):
+    """Whatever is sent is lost; sockets stay open. `deaf` spares the controller's channel."""
+    from headway.runtime.channel import Channel
+
+    spared = CONNECTIONS[:1] if plan["harm"] == "deaf" else []
+    send, buffer_updated = Channel.send, Channel.buffer_updated
+
+    def lost(self):
+        return not any(self is one for one in spared)
+
+    Channel.send = lambda self, *args, **kwargs: None if lost(self) else send(self, *args, **kwargs)
+    Channel.buffer_updated = lambda self, count: None if lost(self) else buffer_updated(self, count)
+
+
+def _cut(plan):
+    for connection in CONNECTIONS:
+        connection._loop.call_soon_threadsafe(connection.transport.abort)
+
+
+# Answers
+
+
+def _loaded_engine():
+    """The class of this worker's engine, once it is there."""
+    places = (("headway.engine.vllm", "VllmEngine"), ("headway.engine.embedded", "EmbeddedEngine"))
+    while True:
+        for module, name in places:
+            if hasattr(sys.modules.get(module), name):
+                return getattr(sys.modules[module], name)
+        time.sleep(0.01)
+
+
+def _talk_nonsense(plan):
+    from dataclasses import replace
+
+    import numpy as np
+
+    engine = _loaded_engine()
+    generate = engine.generate
+    wrong = (
+        lambda item: replace(item, tokens=item.tokens + 1_000_000),
+        lambda item: replace(item, logprobs=np.full_like(item.logprobs, np.nan)),
+        lambda item: replace(item, versions=item.versions + 1_000_000),
+        lambda item: replace(item, logprobs=1 - item.logprobs),
+    )[plan["draw"] % 4]
+
+    async def nonsense(self, request):
+        async for item in generate(self, request):
+            yield wrong(item)
+
+    engine.generate = nonsense
+
+
+# Weights
+
+
+def _flip_a_bit(plan):
+    """Of all weights that this engine receives from now on."""
+    from headway import weights
+
+    receive, open_whole = weights.receive, weights.open_whole
+
+    def corrupt(update, into):
+        receive(update, into)
+        tensor = list(into.values())[plan["draw"] % len(into)]
+        memory = weights.bytes_of(tensor)
+        memory[plan["draw"] % len(memory)] ^= 1 << plan["draw"] % 8
+
+    def open_corrupt(update):
+        # vLLM's proof is a score: a bit of one number would be within what it allows.
+        tensors = open_whole(update)
+        name = sorted(key for key in tensors if "proj" in key)[0]
+        return tensors | {name: -tensors[name]}
+
+    weights.receive, weights.open_whole = corrupt, open_corrupt
+
+
+def _break_transfers(plan):
+    """Once or twice, where there are three tries."""
+    from headway.weight_stream import WeightServer
+
+    answer, left = WeightServer._answer, [1 + plan["draw"] % 2]
+
+    def broken(self, client):
+        if left[0]:
+            left[0] -= 1
+            raise ConnectionResetError
+        return answer(self, client)
+
+    WeightServer._answer = broken
+
+
+HARMS = {
+    "partition": _lose_bytes,
+    "deaf": _lose_bytes,
+    "cut": _cut,
+    "nonsense": _talk_nonsense,
+    "flip": _flip_a_bit,
+    "break": _break_transfers,
+}
+
+if (_name := _worker_name()) and os.path.exists("chaos"):  # what a run's directory has, and no other
+    _watch_connections()
+    threading.Thread(target=_wait_and_harm, args=(_name,), daemon=True).start()

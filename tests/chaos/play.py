@@ -1,0 +1,357 @@
+"""Plays the scenarios of a run: begins it, does the harm, sees it recover or end and resumes it, and judges it."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from system import HeadwayProcess, events_of, run_inline, write_config
+
+from chaos.faults import INSIDE, NotDone, harm, lost_worker, names_cause, processes_in, repair, small_disk
+from chaos.scenario import BATCH_GROUPS, FAULTS_PER_RUN, NUM_STEPS, STEPS_PER_FAULT, Run, Scenario
+from chaos.verdict import problems_of, problems_of_the_end
+from headway.config import Config, load
+from headway.events import Event, read
+from headway.ledger import fold
+
+TASK = """
+import json, os, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def rows():
+    return [{"prompt": f"{a}+{b}=", "answer": str((a + b) % 10)} for a in range(5) for b in range(5)]
+
+def verify(task, text):
+    time.sleep(float((HERE / "pace").read_text() or 0))
+    try:
+        if json.loads((HERE / "harm-now").read_text())["worker"] == "verifier":
+            os.rename(HERE / "harm-now", HERE / "harm-done")
+            return float("nan")
+    except FileNotFoundError:
+        pass
+    return float(task["answer"] in text) + 0.01 * min(len(text), 9)
+"""
+
+_USUAL_S, _WAITING_S = 0.02, 1.0
+"""How long a verifier takes: usually, and while the run shall not get further before the next fault."""
+_LEFT_S = 30.0  # for the last processes of a run to go
+_WELL_AFTER = 2  # versions that are trained after a fault
+
+
+@dataclass(frozen=True)
+class World:
+    """What scenarios are played in."""
+
+    home: Path
+    models: dict[str, str]  # by kind of engine
+    vocab_sizes: dict[str, int]
+    health_s: float  # after which a silent worker counts as lost
+    deadline_s: float  # of any call
+    digest: str = ""  # of the weights that every undisturbed run at η = 0 comes to
+    ray_address: str = ""
+    vllm_python: str = ""
+
+    @property
+    def recovery_s(self) -> float:
+        """How long a run may take to be well again, or to end."""
+        return 60.0 + 4 * self.deadline_s
+
+
+@dataclass
+class Verdict:
+    scenario: Scenario
+    problems: list[str] = field(default_factory=list)
+    done: str = ""  # what was done to the run
+    when: float = 0.0
+    outcome: str = ""  # recovered; finished, before anybody noticed; or ended or killed, and resumed
+    cause: str = ""
+    seconds: float = 0.0
+    lost: list[str] = field(default_factory=list)
+    continued_s: list[float] = field(default_factory=list)  # from the fault to its requests running elsewhere
+    where: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the record, which is of no machine in particular."""
+        runtime, engine, victim, fault = self.scenario.kind
+        told = asdict(self.scenario.run) | {"number": self.scenario.number, "after": self.scenario.after}
+        told |= {"runtime": runtime, "engine": engine, "victim": victim, "fault": fault, "passed": self.passed}
+        told |= {
+            "outcome": self.outcome,
+            "cause": self._plain(self.cause),
+            "problems": list(map(self._plain, self.problems)),
+        }
+        told |= {"seconds": round(self.seconds, 1), "lost": self.lost, "repeat": self.scenario.command}
+        return told | {"continued_s": [round(seconds, 3) for seconds in self.continued_s]}
+
+    def _plain(self, sentence: str) -> str:
+        return sentence.replace(self.where, "RUN") if self.where else sentence
+
+
+def sections(run: Run, world: World, directory: Path) -> dict[str, dict[str, Any]]:
+    task = directory / "task.py"
+    engine: dict[str, Any] = {"count": run.engines, "kv_on_swap": run.kv_on_swap, "chunk_tokens": 4}
+    if run.engine == "vllm":
+        from vllm_servers import ARGS
+
+        engine |= {"kind": "vllm", "vllm_python": world.vllm_python, "vllm_args": ARGS}
+        engine |= {"max_num_seqs": 8, "kv_tokens": 4096, "max_context": 64}
+    found: dict[str, dict[str, Any]] = {
+        "run": {
+            "dir": str(directory / "disk" / "run"),
+            "steps": NUM_STEPS,
+            "runtime": run.runtime,
+            "deterministic": run.engine != "vllm",
+            "deadline_s": world.deadline_s,
+        },
+        "task": {"train": f"{task}:rows", "eval": "", "verifier": f"{task}:verify"},
+        "sampling": {"max_tokens": 24},
+        "rollout": {"group_size": 3, "workers": run.rollouts},
+        "engine": engine,
+        "supervise": {"health_s": world.health_s, "backoff_s": 0.1, "max_failures": 8},
+        "staleness": {"max_staleness": run.eta},
+        "trainer": {"batch_groups": BATCH_GROUPS, "ranks": run.ranks, "token_budget": 256, "threads": 1},
+        "weights": {"transport": run.transport},
+        "checkpoint": {"every": run.checkpoint_every},
+        "metrics": {"tensorboard": False, "stats_every_s": 0.2},
+    }
+    if run.runtime == "ray":
+        from ray_cluster import PLACES
+
+        places = {kind: PLACES[kind] for kind in ("engine", "trainer", "rollout", "reward")}
+        found["ray"] = {"address": world.ray_address, **places}
+    return found
+
+
+def undisturbed_digest(home: Path, model: str) -> str:
+    """Of the weights that a run comes to at η = 0, whatever its engines and workers."""
+    home.mkdir()
+    (home / "task.py").write_text(TASK)
+    (home / "pace").write_text("0")
+    plain = Run(0, 0, "inline", "embedded", 0, 1, 1, 1, "auto", "recompute", 50, False)
+    config = load(write_config(home, model, **sections(plain, World(home, {}, {}, 30.0, 600.0), home)))
+    run_inline(config)
+    return fold(events_of(config)).digests[NUM_STEPS]
+
+
+class Play:
+    """One run, and the scenarios that befall it."""
+
+    def __init__(self, scenarios: list[Scenario], world: World) -> None:
+        self.scenarios, self.world, self.run = scenarios, world, scenarios[0].run
+        self.directory = world.home / f"{scenarios[0].number:04d}"
+        self.directory.mkdir()
+        (self.directory / "task.py").write_text(TASK)
+        (self.directory / "chaos").touch()  # whereby those who can harm themselves know that they may
+        self.pace(_USUAL_S)
+        self.path = write_config(self.directory, world.models[self.run.engine], **self._sections())
+        self.config: Config = load(self.path)
+        self.run_directory = Path(self.config.run.dir)
+        self.process: HeadwayProcess | None = None
+
+    def _sections(self) -> dict[str, dict[str, Any]]:
+        return sections(self.run, self.world, self.directory)
+
+    def pace(self, seconds: float) -> None:
+        (self.directory / "pace.new").write_text(f"{seconds}")
+        (self.directory / "pace.new").rename(self.directory / "pace")
+
+    def verdicts(self, tell: Callable[[Verdict], None]) -> list[Scenario]:
+        """Play one scenario after the other, and the run to its end; those not played, if it came to one before."""
+        last = Verdict(self.scenarios[0])
+        with ExitStack() as stack:
+            if self.run.has_small_disk:
+                stack.enter_context(small_disk(self.directory / "disk"))
+            else:
+                (self.directory / "disk").mkdir()
+            stack.callback(self._leave)
+            for turn, scenario in enumerate(self.scenarios):
+                started, first = time.monotonic(), len(self.events())
+                last = Verdict(scenario, where=str(self.directory))
+                is_last = turn == len(self.scenarios) - 1
+                try:
+                    self._play(scenario, last, first)
+                    if last.passed and last.outcome != "finished" and is_last:
+                        self._to_the_end(last, first)
+                except AssertionError as error:
+                    last.problems.append(str(error))
+                if not last.passed:
+                    self._leave()
+                    self.left_behind()
+                last.seconds = time.monotonic() - started
+                tell(last)
+                if not last.passed or last.outcome == "finished":
+                    return self.scenarios[turn + 1 :]
+        return []
+
+    def _leave(self) -> None:
+        if self.process is not None:
+            self.process.__exit__()
+            self.process = None
+
+    # One scenario
+
+    def _play(self, scenario: Scenario, verdict: Verdict, first: int) -> None:
+        if self.process is None:
+            self._start()
+        try:
+            self._await_moment(first, scenario)
+            verdict.when = time.time()
+            verdict.done = harm(scenario, self.directory, self.run_directory, self._alive, self.world.health_s)
+        except NotDone:
+            raise AssertionError(f"the run was over before the fault:\n{tail(self._output)}") from None
+        before = fold(self.events()).num_trained
+        ended = not self._await_recovery(scenario, first, before)
+        self._judge(verdict, first)
+        if ended:
+            self._judge_end(verdict)
+            verdict.problems += self.left_behind()
+        if ended and verdict.passed and verdict.outcome != "finished":
+            repair(scenario, self.run_directory)
+            self._start()
+            before = fold(self.events()).num_trained
+            if not self._await_recovery(scenario, len(self.events()), before, noticed=False):
+                verdict.problems.append(f"the resumed run ended:\n{tail(self._output)}")
+            self._judge(verdict, first)
+            verdict.outcome = f"{verdict.outcome}, resumed"
+
+    def _start(self) -> None:
+        self._leave()
+        path = os.pathsep.join([str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        # When it ended before its first event there is nothing to resume.
+        arguments = ["--resume"] if self.events() else []
+        self.process = HeadwayProcess(
+            "train", self.path, *arguments, run=self.run_directory, cwd=self.directory, env={"PYTHONPATH": path}
+        )
+
+    def _alive(self) -> bool:
+        assert self.process is not None
+        return self.process.process.poll() is None
+
+    @property
+    def _output(self) -> str:
+        assert self.process is not None
+        return self.process.output
+
+    def events(self) -> list[Event]:
+        path = self.run_directory / "events.jsonl"
+        return read(path) if path.exists() else []
+
+    def _changes(self, seconds: float, what: str, every_s: float = 0.05) -> Iterator[list[Event]]:
+        """The log's events whenever it has grown, until the run ends."""
+        assert self.process is not None
+        deadline, size = time.monotonic() + seconds, -1
+        while self._alive():
+            path = self.process.events_path
+            found = path.stat().st_size if path.exists() else 0
+            if found != size:
+                size = found
+                self.process.descendants()
+                yield self.events()
+            assert time.monotonic() < deadline, f"no {what} within {seconds:g} s:\n{tail(self._output)}"
+            time.sleep(every_s)
+
+    def _await_moment(self, first: int, scenario: Scenario) -> None:
+        """So many events after the last fault; at the beginning of a run, while it is still starting perhaps."""
+        for events in self._changes(self.world.recovery_s, "moment for the fault", 0.005):
+            if sum(event.kind != "stats" for event in events[first:]) >= scenario.after and events:
+                time.sleep(scenario.delay_s)
+                return
+        raise NotDone
+
+    def _await_recovery(self, scenario: Scenario, first: int, before: int, noticed: bool = True) -> bool:
+        """Until the run has noticed and trains again; False if it ended instead."""
+        victim = lost_worker(scenario) if noticed else ""
+        share = STEPS_PER_FAULT * (scenario.number % FAULTS_PER_RUN + 1)
+        for events in self._changes(self.world.recovery_s, f"recovery after {scenario.name}"):
+            version = fold(events).num_trained
+            self.pace(_WAITING_S if version > share - 10 else _USUAL_S)
+            has_noticed = not victim or any(
+                event.kind == "worker_lost" and event["worker"] == victim for event in events[first:]
+            )
+            if has_noticed and version >= before + _WELL_AFTER:
+                return True
+        return False
+
+    # Judgement
+
+    def _judge(self, verdict: Verdict, first: int) -> None:
+        """What the log and the files say now."""
+        events = self.events()
+        verdict.lost = sorted({event["worker"] for event in events[first:] if event.kind == "worker_lost"})
+        if verdict.scenario.victim in ("engine", "server"):
+            moments = [event.time for event in events[first:] if event.kind == "continued"]
+            verdict.continued_s = [moment - verdict.when for moment in moments if moment > verdict.when]
+        verdict.outcome = verdict.outcome or "recovered"
+        if events:
+            vocab_size = self.world.vocab_sizes[self.run.engine]
+            verdict.problems += problems_of(self.config, events, self.run_directory, vocab_size)
+        if "Traceback" in self._output:
+            verdict.problems.append(f"a stack trace is for bugs:\n{tail(self._output, 40)}")
+
+    def _judge_end(self, verdict: Verdict) -> None:
+        """A run that a fault has ended says why; one whose controller was killed cannot."""
+        assert self.process is not None
+        code, scenario = self.process.process.wait(), verdict.scenario
+        if code < 0:
+            verdict.outcome = "killed"
+            if scenario.victim not in ("controller", "record", "checkpoint"):
+                verdict.problems.append(f"the controller ended by signal {-code}")
+            return
+        if code == 0:
+            # It went on so well without the victim that it was done before it noticed.
+            verdict.outcome = "finished"
+            verdict.problems += problems_of_the_end(self.config, self.events(), self._digest)
+            return
+        lines = [line for line in self._output.splitlines() if line.startswith("error: ")]
+        verdict.outcome, verdict.cause = "ended", lines[-1] if lines else ""
+        if not names_cause(scenario, verdict.cause):
+            verdict.problems.append(f"it ended ({code}) without naming the cause:\n{tail(self._output)}")
+
+    def _to_the_end(self, verdict: Verdict, first: int) -> None:
+        assert self.process is not None
+        self.pace(0)
+        for _ in self._changes(self.world.recovery_s + NUM_STEPS, "end"):
+            pass
+        if self.process.process.wait() != 0:
+            verdict.problems.append(f"the run did not come to its end:\n{tail(self._output)}")
+        self._judge(verdict, first)
+        verdict.problems += self.left_behind()
+        verdict.problems += problems_of_the_end(self.config, self.events(), self._digest)
+
+    @property
+    def _digest(self) -> str:
+        """Of the weights that this run must come to, if there is one outcome."""
+        has_one = self.run.eta == 0 and self.run.engine == "embedded" and self.run.ranks == 1
+        return self.world.digest if has_one else ""
+
+    def left_behind(self) -> list[str]:
+        """Processes of a run that has ended which are still there after a while; they are killed."""
+        deadline = time.monotonic() + _LEFT_S
+        while (left := processes_in(self.directory)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        found = []
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                found.append(f"left behind: {' '.join(process.cmdline())[:200]}")
+                process.kill()
+        return found
+
+
+def tail(output: str, lines: int = 12) -> str:
+    return "\n".join(f"    {line}" for line in output.strip().splitlines()[-lines:])
+
+
+def spread(seconds: list[float]) -> str:
+    """Median and maximum."""
+    return f"median {statistics.median(seconds):.3f} s, max {max(seconds):.3f} s" if seconds else "none"

@@ -1,0 +1,99 @@
+"""What must hold of a run after a fault, by its event log and its files: each problem found is a sentence."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+from system import check_admissions, check_fates, check_finished, check_prompts, check_versions
+
+from headway.config import Config
+from headway.errors import HeadwayError
+from headway.events import Event
+from headway.ledger import RunState, fold
+from headway.record import Record
+from headway.types import Batch, Group
+
+
+def problems_of(config: Config, events: list[Event], directory: Path, vocab_size: int) -> list[str]:
+    """Of a run at any moment: the ledger, Eq. 3, every prompt once, versions in order, the bytes of every group."""
+    found = _tried("the fold of the log", lambda: fold(events))
+    if found:
+        return found
+    found += _tried("Eq. 3", lambda: check_admissions(config, events))
+    found += _tried("every prompt once", lambda: check_prompts(config, events))
+    found += _tried("versions", lambda: check_versions(config, events))
+    found += _tried("the ledger", lambda: check_fates(events))
+    found += _tried("trained once", lambda: check_trained_once(events))
+    found += _tried("the record", lambda: check_groups(config, events, directory, vocab_size))
+    return found
+
+
+def problems_of_the_end(config: Config, events: list[Event], expected_digest: str = "") -> list[str]:
+    """Of a run that came to its end: everything admitted has left, and at η = 0 there is one outcome."""
+    found = _tried("the end", lambda: check_finished(config, events))
+    digest = fold(events).digests.get(config.run.steps, "none")
+    if not found and expected_digest and digest != expected_digest:
+        found.append(f"the outcome: at η = 0 the weights should be {expected_digest}, and are {digest}")
+    return found
+
+
+def _tried(what: str, check: Callable[[], object]) -> list[str]:
+    try:
+        check()
+    except (AssertionError, HeadwayError, ValueError) as error:
+        return [f"{what}: {error or type(error).__name__}"]
+    return []
+
+
+def check_trained_once(events: Iterable[Event]) -> None:
+    """No group is in two batches, and none that was dropped is in any."""
+    trained: set[int] = set()
+    dropped: set[int] = set()
+    for event in events:
+        if event.kind == "trained":
+            again = trained & set(event["groups"]) or dropped & set(event["groups"])
+            assert not again, f"groups {sorted(again)} were trained twice, or after they were dropped"
+            assert len(set(event["groups"])) == len(event["groups"]), f"a group is twice in {event['groups']}"
+            trained |= set(event["groups"])
+        elif event.kind in ("dropped", "skipped"):
+            again = trained & set(event["groups"])
+            assert not again, f"groups {sorted(again)} were dropped after they were trained"
+            dropped |= set(event["groups"])
+
+
+def check_groups(config: Config, events: list[Event], directory: Path, vocab_size: int) -> None:
+    """Every group that the log calls finished lies in the record, whole and possible, as old as the log says."""
+    state = fold(events)
+    record = Record(directory / "record")
+    groups = {group: record.load(where) for group, where in state.finished.items()}
+    finished = {event["group"]: event for event in events if event.kind == "finished"}
+    for group_id, group in groups.items():
+        assert group.id == group_id, f"the bytes of group {group_id} are those of {group.id}"
+        assert group.num_sampled == finished[group_id]["tokens"], f"group {group_id} holds another number of tokens"
+        assert group.prompt_index == state.admitted[group_id].prompt, f"group {group_id} answers another prompt"
+        _check_group(group, vocab_size, state)
+    _check_staleness(config, events, groups)
+
+
+def _check_group(group: Group, vocab_size: int, state: RunState) -> None:
+    for trajectory in group.trajectories:
+        for sequence in trajectory.sequences:
+            sampled = sequence.loss_mask > 0
+            assert 0 <= sequence.tokens.min() <= sequence.tokens.max() < vocab_size, (
+                f"group {group.id}: impossible token"
+            )
+            logprobs = sequence.logprobs[sampled]
+            assert np.isfinite(logprobs).all() and (logprobs <= 1e-3).all(), f"group {group.id}: impossible log-prob"
+            assert sequence.versions[sampled].max(initial=0) <= state.num_trained, f"group {group.id}: a version ahead"
+
+
+def _check_staleness(config: Config, events: list[Event], groups: dict[int, Group]) -> None:
+    worst = next(event["worst_staleness"] for event in events if event.kind == "run_started")
+    for event in events:
+        if event.kind == "trained":
+            batch = Batch(event["version"] - 1, tuple(groups[group] for group in event["groups"]))
+            staleness = max(batch.staleness)
+            assert worst is None or staleness <= worst, (
+                f"version {event['version']} was trained on data {staleness} old"
+            )
+            assert staleness == event["staleness_max"], f"version {event['version']}: staleness {staleness} is not told"
