@@ -203,7 +203,7 @@ def test_invariant_15_a_rank_that_dies_in_the_middle_of_a_pass_is_named_and_all_
 def test_invariant_15_a_rank_that_hangs_is_named_when_the_deadline_has_passed(
     make_stage: Callable[..., Stage],
 ) -> None:
-    stage = make_stage(2, deadline_s=30.0)
+    stage = make_stage(2)
     pids = stage.each("pid")
     stage.run(stage.ranks[1].stop_in_the_next_pass(int(signal.SIGSTOP)))
     for rank in stage.ranks:
