@@ -40,7 +40,7 @@ from headway.fleet import Fleet, Workers
 from headway.ledger import fold
 from headway.prompts import PromptStream
 from headway.proof import ScoreProof
-from headway.ranks import AnyTrainer
+from headway.ranks import AnyTrainer, sign_of_life
 from headway.record import EVENTS_NAME, RunLog
 from headway.retrain import load_newest_checkpoint, retrain
 from headway.roster import Published, Roster
@@ -131,6 +131,7 @@ class Controller:
             async with self._tasks:
                 background = [self._tasks.create_task(self._supervisor.watch())]
                 background.append(self._tasks.create_task(self._keep_trainer()))
+                background.append(self._tasks.create_task(self._look_after_trainer()))
                 self.roster.keep_all(self._tasks)
                 await self.roster.publish(await self._with_trainer(self._publish))
                 await self.roster.current()
@@ -345,6 +346,19 @@ class Controller:
 
         # Meanwhile generation goes on with the weights it has, as far as admission allows.
         await self._supervisor.keep(self._trainer, serve)
+
+    async def _look_after_trainer(self) -> None:
+        """Finds one that hangs, whatever it was asked to do; produces a loss, which its keeper answers."""
+        health_s = self.config.supervise.health_s
+        period_s = min(self.config.metrics.stats_every_s, health_s / 2)
+        while True:
+            await asyncio.sleep(period_s)
+            if (trainer := self._trainer.worker) is None:
+                continue
+            try:
+                await sign_of_life(trainer, health_s - period_s)
+            except DeadlineExceeded as error:
+                self._trainer.lose(trainer, error)
 
     async def _bring_back(self, trainer: AnyTrainer) -> None:
         """A new trainer to the version of the lost one, as a resume would; its weights to whom they did not reach."""

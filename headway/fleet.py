@@ -90,6 +90,7 @@ class Fleet:
 
     def __init__(self, runtime: Runtime, config: Config, worst_staleness: int | None) -> None:
         self._runtime, self._config, self._worst_staleness = runtime, config, worst_staleness
+        self._trainer: AnyTrainer | None = None
 
     async def start_all(self) -> Workers:
         generation, trainer = await together(start_generation(self._runtime, self._config), self.start_trainer())
@@ -108,11 +109,16 @@ class Fleet:
         return await _start_rewards(self._runtime, self._config)
 
     async def start_trainer(self) -> "AnyTrainer":
-        return await start_trainer(self._runtime, self._config, self._worst_staleness)
+        self._trainer = await start_trainer(self._runtime, self._config, self._worst_staleness)
+        return self._trainer
 
     async def stop(self, name: str) -> None:
-        ranks = self._config.trainer.placement
-        await together(*(self._runtime.stop(process) for process in (ranks if name == "trainer" else [name])))
+        from headway.ranks import RankedTrainer
+
+        if name == "trainer" and isinstance(self._trainer, RankedTrainer):
+            await self._trainer.end()
+        else:
+            await self._runtime.stop(name)
 
     async def failure(self) -> WorkerDied:
         """The next death; that of a rank is the trainer's."""

@@ -303,12 +303,12 @@ def logit_softcap(config: PreTrainedConfig) -> float:
 
 
 def check_supported(config: PreTrainedConfig, where: str) -> None:
-    """Refuse, by name, what the embedded engine and the trainer cannot run."""
+    """Refuse, by name, what the trainer cannot run: another engine would not help, for it must train it anyway."""
     if config.model_type not in FAMILIES:
         supported = ", ".join(FAMILIES)
         raise ConfigError(
-            f"{where} is a {config.model_type} model, which the embedded engine does not run; "
-            f"use one of the families {supported}, or a vLLM engine"
+            f"{where} is a {config.model_type} model, which the trainer does not run, whatever the engine; "
+            f"use one of the families {supported}"
         )
     unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     for present, what in (
@@ -317,7 +317,7 @@ def check_supported(config: PreTrainedConfig, where: str) -> None:
         (unknown, f"layers of {min(unknown, default='')}"),
     ):
         if present:
-            raise ConfigError(f"{where} has {what}, which the embedded engine does not run; use a vLLM engine")
+            raise ConfigError(f"{where} has {what}, which the trainer does not run, whatever the engine; use another")
 
 
 def load_config(path: str) -> PreTrainedConfig:

@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -130,15 +130,16 @@ class RankedTrainer:
         self._cost = partial(flops, shape=model_shape(load_config(model.path)))
         self._names = list(section.placement)
         self._meeting: Meeting | None = None
-        self._ranks: list[Rank] = []
+        self.ranks: list[Rank] = []
         self._cause: HeadwayError | None = None
+        self._ending: asyncio.Future[list[None]] | None = None
 
     async def start(self) -> None:
         """Start all ranks at the same time; all or none."""
-        self._cause = None
+        self._cause = self._ending = None
         self._meeting = Meeting(self._names, self._deadline_s)
         starts = zip(self._meeting.places, self._section.placement.values(), strict=True)
-        self._ranks = await together(*(self._start_rank(place, device) for place, device in starts))
+        self.ranks = await together(*(self._start_rank(place, device) for place, device in starts))
 
     async def _start_rank(self, place: Place, device: str) -> Rank:
         section = self._section.model_copy(update={"device": device, "ranks": 1})
@@ -146,10 +147,12 @@ class RankedTrainer:
         return await self._runtime.start(self._names[place.rank], self._rank_class, *given, threads=section.threads)
 
     async def end(self) -> None:
-        """End all ranks at once, whatever they are doing."""
+        """End all ranks at once, whatever they are doing; once, because others may have their names afterwards."""
         self._cause = self._cause or WorkerDied("the trainer's ranks were ended while they were still needed")
-        await together(*(self._runtime.stop(name) for name in self._names))
-        self._ranks.clear()
+        self.ranks.clear()
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(together(*(self._runtime.stop(name) for name in self._names)))
+        await asyncio.shield(self._ending)
         self._meeting = None
 
     # What a trainer does
@@ -242,7 +245,7 @@ class RankedTrainer:
         """The answers of all ranks, or of the first few if there are arguments for those only."""
         if self._cause is not None:
             raise copy.copy(self._cause)
-        calls = zip(self._ranks, arguments, strict=False)
+        calls = zip(self.ranks, arguments, strict=False)
         tasks = [asyncio.ensure_future(getattr(rank, method)(*given)) for rank, given in calls]
         try:
             until = asyncio.FIRST_EXCEPTION if joint else asyncio.ALL_COMPLETED
@@ -268,7 +271,7 @@ class RankedTrainer:
 
     async def _name_the_silent(self, late: DeadlineExceeded) -> DeadlineExceeded:
         """When one rank is silent all calls are late, but the others still give a sign of life."""
-        signs = [with_deadline(rank, _SIGN_OF_LIFE_S).alive() for rank in self._ranks]
+        signs = [with_deadline(rank, _SIGN_OF_LIFE_S).alive() for rank in self.ranks]
         answers = await asyncio.gather(*signs, return_exceptions=True)
         silent = [name for name, answer in zip(self._names, answers, strict=True) if answer is not None]
         if not silent:
@@ -290,6 +293,13 @@ class RankedTrainer:
 
 
 AnyTrainer = Trainer | RankedTrainer
+
+
+async def sign_of_life(trainer: AnyTrainer, seconds: float) -> None:
+    """Of every rank, even in the middle of a pass; one that gives none in time is named. Deaths are told by others."""
+    ranks: Sequence[Trainer | Rank] = trainer.ranks if isinstance(trainer, RankedTrainer) else [trainer]
+    with suppress(WorkerDied):
+        await together(*(with_deadline(rank, seconds).alive() for rank in ranks))
 
 
 @asynccontextmanager

@@ -106,6 +106,9 @@ class Trainer:
     async def close(self) -> None:
         self._publisher.close()
 
+    async def alive(self) -> None:
+        """Answered even in the middle of a pass."""
+
     async def train(self, batch: Batch) -> StepReport:
         return await offload(self.train_batch, batch)
 

@@ -48,7 +48,7 @@ class Stage:
 
     @property
     def ranks(self) -> list[ProbeRank]:
-        return cast(list[ProbeRank], self.trainer._ranks)
+        return cast(list[ProbeRank], self.trainer.ranks)
 
     def begin(self, **knobs: Any) -> RankedTrainer:
         """The ranks at version 0 with these knobs."""

@@ -49,6 +49,9 @@ class StandInTrainer:
     num_asked: int = 0
     weights_at: dict[int, str] = field(default_factory=dict)
 
+    async def alive(self) -> None:
+        pass
+
     async def train(self, batch: Batch) -> StepReport:
         assert batch.version == self.version
         if self.worst_staleness is not None:

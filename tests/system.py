@@ -127,12 +127,16 @@ def make_config(directory: Path, model: str, /, **sections: dict[str, Any]) -> C
 
 def write_config(directory: Path, model: str, /, **sections: dict[str, Any]) -> Path:
     """The same as a TOML file, for the command line."""
-    lines: list[str] = []
-    for name, section in make_values(directory, model, **sections).items():
-        lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in section.items())]
     path = directory / "config.toml"
-    path.write_text("\n".join(lines) + "\n")
+    write_toml(path, make_values(directory, model, **sections))
     return path
+
+
+def write_toml(path: Path, values: dict[str, dict[str, Any]]) -> None:
+    lines: list[str] = []
+    for name, section in values.items():
+        lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in section.items())]
+    path.write_text("\n".join(lines) + "\n")
 
 
 def _toml(value: Any) -> str:

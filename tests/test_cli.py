@@ -169,7 +169,7 @@ BAD: list[tuple[str, Breaking, str]] = [
     (
         "an unsupported family",
         _unsupported,
-        "gpt2 is a gpt2 model, which the embedded engine does not run; use one of the families llama, qwen2, qwen3",
+        "gpt2 is a gpt2 model, which the trainer does not run, whatever the engine; use one of the families llama",
     ),
     (
         "a prompt longer than the context",

@@ -167,7 +167,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_run_comes_to_its_end(
         assert fold(events).digests[NUM_STEPS] == uninterrupted[1], "whoever dies, at η = 0 there is one outcome"
 
 
-@pytest.mark.parametrize("name", ["engine", "rollout-0", "reward"])
+@pytest.mark.parametrize("name", ["engine", "trainer", "rollout-0", "reward"])
 def test_invariant_15_a_worker_that_falls_silent_is_found_in_time_killed_and_replaced(
     tmp_path: Path, tiny_model: str, name: str
 ) -> None:
@@ -181,17 +181,8 @@ def test_invariant_15_a_worker_that_falls_silent_is_found_in_time_killed_and_rep
         assert not silent.is_running()
     (lost,) = [event for event in events if event.kind == "worker_lost"]
     assert lost.time - stopped < 10.0 + 2.0
-    assert f"{name}" in lost["cause"] and "took longer than" in lost["cause"]
-
-
-def test_invariant_15_a_trainer_that_falls_silent_is_replaced_at_the_deadline(tmp_path: Path, tiny_model: str) -> None:
-    path, config = local_run(tmp_path, tiny_model, run={"runtime": "local", "steps": 6, "deadline_s": 30.0})
-    with HeadwayProcess("train", path, run=Path(config.run.dir)) as run:
-        run.wait_until(in_training, "a training step")
-        worker(run, "trainer").suspend()
-        events = survived(config, run, {"trainer"})
-    (lost,) = [event for event in events if event.kind == "worker_lost"]
-    assert "trainer." in lost["cause"] and "within 30 s" in lost["cause"]
+    patience = "alive did not answer within" if name == "trainer" else "took longer than"
+    assert f"{name}" in lost["cause"] and patience in lost["cause"]
 
 
 def test_a_worker_that_is_killed_again_and_again_ends_the_run_with_its_name_and_resume_goes_on(

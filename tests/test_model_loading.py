@@ -51,12 +51,12 @@ def test_a_damaged_config_is_one_sentence(copied: Path) -> None:
     assert refused(lambda: load_model(str(copied))).startswith(f"model {copied} cannot be read: ")
 
 
-def test_a_family_the_engine_cannot_run_is_refused_by_name(copied: Path) -> None:
+def test_a_family_the_trainer_cannot_run_is_refused_by_name(copied: Path) -> None:
     (copied / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
     said = refused(lambda: load_config(str(copied)))
     assert said == (
-        f"{copied} is a mixtral model, which the embedded engine does not run; "
-        "use one of the families llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, or a vLLM engine"
+        f"{copied} is a mixtral model, which the trainer does not run, whatever the engine; "
+        "use one of the families llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text"
     )
 
 
@@ -68,14 +68,14 @@ def test_a_family_the_engine_cannot_run_is_refused_by_name(copied: Path) -> None
         ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, "layers of chunked_attention"),
     ],
 )
-def test_attention_the_engine_cannot_run_is_refused_by_name(
+def test_attention_the_trainer_cannot_run_is_refused_by_name(
     tiny_variant: Variant, tmp_path: Path, family: str, changed: dict[str, Any], what: str
 ) -> None:
     directory = Path(shutil.copytree(tiny_variant(family), tmp_path / "model"))
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | changed))
     said = refused(lambda: load_config(str(directory)))
-    assert said == f"{directory} has {what}, which the embedded engine does not run; use a vLLM engine"
+    assert said == f"{directory} has {what}, which the trainer does not run, whatever the engine; use another"
 
 
 def test_a_model_without_weights_is_one_sentence(copied: Path) -> None:

@@ -1,7 +1,7 @@
 """The sbatch script in examples/slurm, without Slurm: two nodes with addresses of their own on this machine.
 
 What stands in for Slurm is three commands: scontrol names the nodes, srun runs its command here, and hostname gives the
-address of the node srun was told.
+address of the node srun was told. The first time that Ray shall join the cluster srun fails, as Ray does on a busy one.
 """
 
 import os
@@ -32,6 +32,10 @@ STAND_INS = {
             [[ "$1" == --nodelist=* ]] && export NODE="${1#--nodelist=}"
             shift
         done
+        if [[ "$*" == "ray start"*" --address="* && ! -e "$0.stumbled" ]]; then
+            touch "$0.stumbled"
+            exit 1
+        fi
         exec "$@"
     """,
     "hostname": '[[ "$*" == --all-ip-addresses ]] && echo "127.0.1.${NODE#node-} 10.9.8.7"',
@@ -115,6 +119,7 @@ def test_a_run_is_spread_over_the_nodes_of_an_allocation(tmp_path: Path, tiny_mo
     places = ['--ray.engine={"node:127.0.1.2" = 0.1}', '--ray.trainer={"node:127.0.1.1" = 0.1}']
     with Job(tmp_path, str(path), *places) as job:
         assert job.wait() == 0, job.output
+        assert (tmp_path / "commands/srun.stumbled").exists(), "and another attempt was made"
     check_finished(config, read(Path(config.run.dir) / "events.jsonl"))
 
 

@@ -65,6 +65,18 @@ def test_with_top_k_and_top_p_logprobs_are_those_of_the_full_distribution(model:
         assert int(ranks.max()) < 4 and int(ranks.max()) > 0
 
 
+def test_more_prompts_than_fit_into_one_step_do_not_end_the_server(model: str) -> None:
+    """vLLM would compute one of them in parts, and that does not go with a seed on a CPU."""
+    requests = [make_request(prompt(150, seed=group), group, max_tokens=4) for group in range(12)]
+
+    async def scenario() -> None:
+        async with opened(model, vllm_args=f"{ARGS} --max-num-batched-tokens 512") as engine:
+            found = await asyncio.gather(*(complete(engine, request) for request in requests))
+            assert [len(completion.tokens) for _, completion in found] == [4] * 12
+
+    run(scenario())
+
+
 def test_a_server_that_cannot_start_says_why_in_one_sentence(model: str) -> None:
     async def scenario() -> None:
         async with opened(model, vllm_args="--tensor-parallel-size nonsense"):

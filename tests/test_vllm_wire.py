@@ -28,6 +28,7 @@ from vllm_wire import WireServer
 from headway import launch
 from headway.config import EngineSection
 from headway.engine.vllm import VllmEngine, wire
+from headway.engine.vllm.client import Client
 from headway.engine.vllm.live import Slots
 from headway.engine.vllm.served import ServedModel
 from headway.engine.vllm.server import Server, arguments, check_interpreter, environment
@@ -600,12 +601,14 @@ def test_knobs_become_arguments_of_the_server_and_the_users_own_come_last() -> N
         "--generation-config": "vllm",
         "--kv-cache-memory-bytes": str(4096 * 1024),
     }
-    assert words[12:] == ["--disable-uvicorn-access-log", "--enable-scale-out", "--a", "b c"]
+    whole_prompts = "--no-enable-chunked-prefill"
+    assert words[12:] == ["--disable-uvicorn-access-log", "--enable-scale-out", whole_prompts, "--a", "b c"]
     assert "--enable-scale-out" not in arguments(section, (0, 26, 0), served(), "bfloat16", RAW, 0.8)
     whole = EngineSection(kind="vllm", vllm_python="p", device="cuda:1")
     words = arguments(whole, (0, 32, 0), served(), "bfloat16", RAW, 0.3)
     assert words[words.index("--max-model-len") + 1] == "512"
     assert words[words.index("--gpu-memory-utilization") + 1] == "0.3" and "--kv-cache-memory-bytes" not in words
+    assert whole_prompts not in words
 
 
 def test_the_servers_environment_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -718,3 +721,27 @@ def test_a_closed_server_has_ended_and_left_nothing(tmp_path: Path) -> None:
 
     _, left = psutil.wait_procs(run(scenario()), timeout=1)
     assert not left and not copy.exists()
+
+
+def test_no_connection_is_used_twice_because_a_server_closes_idle_ones_when_it_likes() -> None:
+    num_connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        assert await reader.read() == b"", "a second request would meet the end of the connection"
+        writer.close()
+
+    async def scenario() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 10.0)
+        try:
+            assert [await client.get("/health") for _ in range(3)] == [(200, "{}")] * 3
+        finally:
+            await client.close()
+            server.close()
+
+    run(scenario())
+    assert num_connections == 3

@@ -43,10 +43,11 @@ class Client:
     def __init__(self, address: str, deadline_s: float):
         self.name = f"the vLLM server at {address}" if address.startswith("http") else "the vLLM server"
         self._deadline_s = deadline_s
-        # No limit here on connections: how many requests are under way is the engine's business.
-        connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0)
+        # No limit here on connections: how many requests are under way is the engine's business. And none is used
+        # twice: vLLM closes one that is idle for 5 s, perhaps at the moment in which the next request is sent on it.
+        connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0, force_close=True)
         if not address.startswith("http"):
-            connector, address = aiohttp.UnixConnector(address, limit=0), "http://localhost"
+            connector, address = aiohttp.UnixConnector(address, limit=0, force_close=True), "http://localhost"
         self._session = aiohttp.ClientSession(address, connector=connector)
 
     async def close(self) -> None:

@@ -68,6 +68,10 @@ def arguments(
     else:
         listed["--gpu-memory-utilization"] = f"{kv_share:g}"
     flags = ["--disable-uvicorn-access-log", *["--enable-scale-out"] * (version >= _SCALE_OUT)]
+    if section.device == "cpu":
+        # vLLM 0.32: a request with a seed whose prompt is computed in parts ends the server ("CPU Generator does not
+        # use offset").
+        flags.append("--no-enable-chunked-prefill")
     return [*(word for pair in listed.items() for word in pair), *flags, *shlex.split(section.vllm_args)]
 
 
