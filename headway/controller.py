@@ -351,12 +351,16 @@ class Controller:
         """Finds one that hangs, whatever it was asked to do; produces a loss, which its keeper answers."""
         health_s = self.config.supervise.health_s
         period_s = min(self.config.metrics.stats_every_s, health_s / 2)
+        look_s = (health_s - period_s) / 2
         while True:
             await asyncio.sleep(period_s)
             if (trainer := self._trainer.worker) is None:
                 continue
             try:
-                await sign_of_life(trainer, health_s - period_s)
+                with suppress(DeadlineExceeded):  # perhaps this process stood still, and the answer lies unread
+                    await sign_of_life(trainer, look_s)
+                    continue
+                await sign_of_life(trainer, look_s)
             except DeadlineExceeded as error:
                 self._trainer.lose(trainer, error)
 
