@@ -697,7 +697,8 @@ asyncio.run(main())
 """
 
 
-def test_a_killed_parent_leaves_no_child_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_killed_parent_leaves_no_child_behind(tmp_path: Path, stopped: bool) -> None:
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(tmp_path / "logs")],
@@ -705,7 +706,10 @@ def test_a_killed_parent_leaves_no_child_behind(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": path},
     )
     assert parent.stdout is not None
-    pidfds = [os.pidfd_open(int(pid)) for pid in parent.stdout.readline().split()]
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    pidfds = [os.pidfd_open(pid) for pid in pids]
+    if stopped:
+        os.kill(pids[0], signal.SIGSTOP)
     parent.kill()
     parent.wait()
     parent.stdout.close()

@@ -167,10 +167,12 @@ class Lifeline:
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
-        # The end of the pipe is not seen while some other process still holds it: the kernel's word comes besides.
-        signal.signal(signal.SIGHUP, lambda *_: self._vanish())
+        # The end of the pipe is not seen while some other process still holds it, nor by a process that is stopped: the
+        # kernel's word comes besides, and wakes.
+        self._parent = os.getppid()
+        signal.signal(signal.SIGCONT, lambda *_: self._vanish() if os.getppid() != self._parent else None)
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
     def leave_reaper(self) -> None:
         """Have a process of this group kill it when the pipe breaks: this one may be stopped, or killed alone.
