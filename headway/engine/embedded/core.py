@@ -330,9 +330,10 @@ class EngineCore:
     def _stop_reason(self, live: Live, num_before: int) -> StopReason | None:
         """Why the sequence ends with the tokens it was given, if it does; what lies beyond a stop is cut off."""
         sampling = live.request.sampling
-        if sampling.stop_tokens or sampling.stop_strings:
-            for place, token in enumerate(live.tokens[num_before : live.num_tokens].tolist(), start=num_before):
-                if token in sampling.stop_tokens or self._ends_with_stop_string(live, place + 1):
+        tokens = live.tokens[num_before : live.num_tokens].tolist() if live.stops or sampling.stop_strings else []
+        if sampling.stop_strings or not live.stops.isdisjoint(tokens):
+            for place, token in enumerate(tokens, start=num_before):
+                if token in live.stops or self._ends_with_stop_string(live, place + 1):
                     live.num_tokens = place + 1
                     return StopReason.STOP
         if live.num_tokens - live.num_prompt >= sampling.max_tokens:

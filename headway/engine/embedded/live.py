@@ -19,6 +19,7 @@ class Live:
         self.request = request
         self.name = str(request.key)
         self.num_prompt = len(request.tokens)
+        self.stops = frozenset(request.sampling.stop_tokens)
         self.limit = min(self.num_prompt + request.sampling.max_tokens, max_context)
         self.tokens = np.empty(max(self.limit, self.num_prompt), np.int32)
         self.tokens[: self.num_prompt] = request.tokens
