@@ -89,6 +89,8 @@ def measure(options: argparse.Namespace, model: Path, num_requests: int) -> Mess
     plain_s = time.perf_counter() - started
     tokens = core.stats().num_generated - before
     found = profiled(core, options.windows)
+    if core.stats().running < num_requests:
+        raise AssertionError("sequences ended while they were profiled; raise --output-length or lower --windows")
     steps = tokens / num_requests
     return {"step_ms": 1000 * plain_s / steps, "tokens_per_s": tokens / plain_s, "profile": found}
 
@@ -117,7 +119,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--prompt-length", type=int, default=128)
-    parser.add_argument("--output-length", type=int, default=512)
+    parser.add_argument("--output-length", type=int, default=1024)
     parser.add_argument("--windows", type=int, default=3, help="looks of the host, each after several steps")
     parser.add_argument("--out", type=Path, default=RESULTS_DIR / "profile_gpu.json", help="where the record goes")
     return parser.parse_args(arguments)
