@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("performance", "scaling", "survival")))
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Record = dict[str, Any]
@@ -53,15 +53,37 @@ def async_(record: Record) -> str:
 
 
 def controller(record: Record) -> str:
-    rows = []
-    for concurrent, entry in record["figures"].items():
-        cost = entry["cpu_us_per_group"]
-        rows.append([f"{int(concurrent):,} in flight", *(f"{cost[kind]:.0f}" for kind in ("best", "median", "worst"))])
+    entries = {f"{int(number):,} in flight": entry for number, entry in record["figures"].items()}
     for number, entry in record.get("by_engines", {}).items():
-        cost = entry["cpu_us_per_group"]
-        costs = [f"{cost[kind]:.0f}" for kind in ("best", "median", "worst")]
-        rows.append([f"{int(number):,} engine{'s' * (number != '1')} that take their time", *costs])
-    headings = ["groups", "µs of the controller a group, best", "median", "worst"]
+        entries[f"{int(number):,} engine{'s' * (number != '1')} that take their time"] = entry
+    rows = []
+    for name, entry in entries.items():
+        cost, medians = entry["cpu_us_per_group"], entry["medians"]
+        rest = [f"{medians['messages_per_s']:,.0f}", f"{medians['mib']:,.0f}"]
+        rows.append([name, *(f"{cost[kind]:.0f}" for kind in ("best", "median", "worst")), *rest])
+    headings = ["groups", "µs of the controller a group, best", "median", "worst", "messages/s", "MiB"]
+    return table(headings, rows) + f"\n\n{source(record)}"
+
+
+def failover(record: Record) -> str:
+    rows = [
+        [f"{how} ({found['num']})", f"{1000 * found['median_s']:.0f}", f"{1000 * found['max_s']:.0f}"]
+        for how, found in record["figures"].items()
+    ]
+    return table(["engines", "median ms", "longest"], rows) + f"\n\n{source(record)}"
+
+
+def weights(record: Record) -> str:
+    rows = []
+    for name, found in record["figures"].items():
+        pause, proved = "", ""
+        if "pause_ms" in found:
+            pause = f"{found['pause_ms']['median']:.1f} / {found['pause_ms']['best']:.1f}"
+            proved = f"{found['bytes_per_s_proved']['best'] / 1e9:.2f}"
+        speeds = [f"{found['bytes_per_s']['best'] / 1e9:.2f}", f"{found['share_of_memcpy']:.0%}", proved]
+        tokens = f"{found['before']['tokens_per_s']:,.0f} / {found['during']['tokens_per_s']:,.0f}"
+        rows.append([name, *speeds, tokens, pause])
+    headings = ["transport", "GB/s", "of memcpy", "with its proof", "tokens/s before / during", "pause ms median / max"]
     return table(headings, rows) + f"\n\n{source(record)}"
 
 
@@ -203,6 +225,8 @@ RENDERERS: dict[str, Callable[[Record], str]] = {
     "engine": engine,
     "async": async_,
     "controller": controller,
+    "failover": failover,
+    "weights": weights,
     "engine_gpu": engine_gpu,
     "engine_smollm2": engine_gpu,
     "trainer": trainer,
