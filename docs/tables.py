@@ -55,7 +55,8 @@ def async_(record: Record) -> str:
 def controller(record: Record) -> str:
     entries = {f"{int(number):,} in flight": entry for number, entry in record["figures"].items()}
     for number, entry in record.get("by_engines", {}).items():
-        entries[f"{int(number):,} engine{'s' * (number != '1')} that take their time"] = entry
+        engines = "1 engine that takes its time" if number == "1" else f"{int(number):,} engines that take their time"
+        entries[engines] = entry
     rows = []
     for name, entry in entries.items():
         cost, medians = entry["cpu_us_per_group"], entry["medians"]
