@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from headway.config import EngineSection
-from headway.engine import KvPolicy
+from headway.engine import Engine, KvPolicy
 from headway.engine.embedded.core import EngineCore
 from headway.models import load_model, named_weights
 from headway.tokenizer import decode, load_tokenizer
@@ -155,3 +155,13 @@ def forced_with_kept_kv(models: Sequence[PreTrainedModel], tokens: Ints, num_pro
             logits = models[version](last, past_key_values=cache).logits[0, -1].float()
             logprobs.append(float(logits.log_softmax(-1)[int(tokens[position])]))
     return np.array(logprobs, np.float32)
+
+
+async def complete(engine: Engine, request: Request) -> tuple[list[Chunk], Completion]:
+    """Everything an engine says of a request: its chunks, and the completion that ends them."""
+    items = [item async for item in engine.generate(request)]
+    completion = items.pop()
+    assert isinstance(completion, Completion)
+    chunks = [item for item in items if isinstance(item, Chunk)]
+    assert len(chunks) == len(items), "the completion comes once, and last"
+    return chunks, completion

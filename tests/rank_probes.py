@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headway.collective import Place
-from headway.config import AlgorithmSection, ModelSection, TrainerSection, WeightsSection
+from headway.config import AlgorithmSection, TrainerSection
 from headway.microbatch import MicroBatch
 from headway.models import local_rows
 from headway.optimizer import adamw
@@ -22,16 +22,8 @@ from headway.weights import Publisher
 class ProbeRank(Rank):
     """A rank that can begin again with other knobs, shows its gradients, and fails as it is told."""
 
-    def __init__(
-        self,
-        place: Place,
-        model: ModelSection,
-        section: TrainerSection,
-        algorithm: AlgorithmSection,
-        weights: WeightsSection,
-        token_budget: int,
-    ):
-        super().__init__(place, model, section, algorithm, weights, token_budget)
+    def __init__(self, place: Place, *given: Any):
+        super().__init__(place, *given)
         self._first = self.trainer._snapshot()
         if os.environ.get("HEADWAY_TEST_SHORT_OF_MEMORY") == str(place.rank):
             self._have_room_for(60)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from driving import alone, drive, group_of, make_core, make_request, plain_model, prompt, teacher_forced
+from driving import alone, complete, drive, group_of, make_core, make_request, plain_model, prompt, teacher_forced
 
 from headway.config import EngineSection
 from headway.engine import embedded
@@ -36,15 +36,6 @@ async def opened(path: str, deterministic: bool = True, **settings: Any) -> Asyn
     await engine.open()
     yield engine
     await engine.close()
-
-
-async def complete(engine: EmbeddedEngine, request: Request) -> tuple[list[Chunk], Completion]:
-    items = [item async for item in engine.generate(request)]
-    completion = items.pop()
-    assert isinstance(completion, Completion)
-    chunks = [item for item in items if isinstance(item, Chunk)]
-    assert len(chunks) == len(items), "the completion comes once, and last"
-    return chunks, completion
 
 
 def requests_of_all_lengths() -> list[Request]:

@@ -1,6 +1,5 @@
 """A model that does not fit is one sentence before anything is loaded."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +65,6 @@ def test_a_model_too_large_for_its_gpu_is_refused_with_what_each_worker_needs(mo
     check_fit(config_on("cuda", "cpu"), QWEN_1_5B, True, CONTEXT)
 
 
-def test_no_gpu_is_asked_where_none_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_gpu_is_asked_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "capacity", lambda device: pytest.fail(f"asked for {device}"))
     check_fit(config_on("cpu", "cpu"), QWEN_1_5B, True, CONTEXT)

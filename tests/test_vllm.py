@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driving import forced_with_kept_kv, group_of, make_request, plain_model, prompt, teacher_forced
+from driving import complete, forced_with_kept_kv, group_of, make_request, plain_model, prompt, teacher_forced
 from transformers import PreTrainedModel
 from vllm_servers import (
     CONTEXT,
     MODEL,
     Watched,
-    complete,
     opened,
     run,
     running_server,

@@ -16,9 +16,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from driving import group_of, make_request, plain_model, prompt, teacher_forced
+from driving import complete, group_of, make_request, plain_model, prompt, teacher_forced
 from system import HeadwayProcess, check_finished, write_config
-from vllm_servers import ARGS, MODEL, Watched, complete, descendants, opened, run, vllm_python
+from vllm_servers import ARGS, MODEL, Watched, descendants, opened, run, vllm_python
 
 from headway.config import load
 from headway.engine.vllm.wire import RAW

@@ -20,9 +20,9 @@ import numpy as np
 import psutil
 import pytest
 from aiohttp import web
-from driving import group_of, make_request, plain_model, prompt, teacher_forced
+from driving import complete, group_of, make_request, plain_model, prompt, teacher_forced
 from system import check_finished, events_of, make_config
-from vllm_servers import Watched, complete
+from vllm_servers import Watched
 from vllm_wire import WireServer
 
 from headway import launch

@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from driving import make_request, plain_model, prompt
+from driving import complete, make_request, plain_model, prompt
 from relay import Relay
-from test_engine_service import complete, opened, run
+from test_engine_service import opened, run
 from test_weights import equal, is_untouched, mismatch, numbered, overwrite, receiver
 from torch import Tensor
 

@@ -106,15 +106,6 @@ async def opened(model: str, url: str = "", mode: str = PROCESSED, **settings: A
         await engine.close()
 
 
-async def complete(engine: VllmEngine, request: Request) -> tuple[list[Chunk], Completion]:
-    items = [item async for item in engine.generate(request)]
-    completion = items.pop()
-    assert isinstance(completion, Completion)
-    chunks = [item for item in items if isinstance(item, Chunk)]
-    assert len(chunks) == len(items), "the completion comes once, and last"
-    return chunks, completion
-
-
 class Watched:
     """A request being generated, and what came of it so far."""
 
