@@ -232,6 +232,7 @@ RENDERERS: dict[str, Callable[[Record], str]] = {
     "engine_smollm2": engine_gpu,
     "trainer": trainer,
     "async_gpu": async_gpu,
+    "async_large": async_gpu,
     "interrupt": interrupt,
     "colocation": colocation,
     "packing": packing,

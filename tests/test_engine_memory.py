@@ -4,11 +4,12 @@ The last test is the widest: random arrivals, aborts, swaps and scores in a pool
 request must still complete exactly once with exactly the tokens of an undisturbed run.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from driving import (
     Outcome,
     Swapper,
@@ -22,8 +23,12 @@ from driving import (
     teacher_forced,
 )
 
+from headway.engine.embedded import core as core_module
 from headway.engine.embedded.core import EngineCore
-from headway.types import Completion, Ints, Request, StopReason
+from headway.engine.embedded.live import Live
+from headway.engine.embedded.paged_kv import PagedMemory
+from headway.packing import ModelShape
+from headway.types import Completion, Floats, Ints, Request, StopReason
 
 SMALL = 4096
 """The least memory there is: two slabs, so that sequences of three size classes never fit together."""
@@ -205,6 +210,41 @@ def test_memory_too_small_for_all_preempts_and_every_request_gets_the_tokens_of_
         assert_same_tokens(pressed[request], calm[request])
         if deterministic:
             assert pressed[request].logprobs.tobytes() == calm[request].logprobs.tobytes()
+
+
+class ManyAtATime:
+    """An executor over pages that computes nothing, and samples as many tokens between two looks as a GPU's does."""
+
+    def __init__(self, num_tokens: int, max_context: int):
+        shape = ModelShape(**{field.name: 1 for field in fields(ModelShape)})
+        self.memory = PagedMemory(shape, torch.float32, num_tokens, max_context, torch.device("cpu"))
+
+    def num_steps(self, num_rows: int) -> int:
+        return 32
+
+    def prefill(self, chunks: list[tuple[Live, int]]) -> None:
+        pass
+
+    def decode(self, ready: list[Live], num_steps: int) -> list[tuple[Ints, Floats]]:
+        lengths = [min(num_steps, live.limit - live.num_tokens) for live in ready]
+        return [(np.zeros(length, np.int32), np.zeros(length, np.float32)) for length in lengths]
+
+
+def test_memory_that_stays_full_does_not_preempt_at_every_look(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_module, "make_executor", lambda *given: ManyAtATime(60_000, 2048))
+    core = make_core(tiny_model, deterministic=False, context=2048, max_num_seqs=256, prefill_chunk=4096)
+    lengths = np.random.default_rng(0).lognormal(6, 0.8, 2000).clip(1, 1800).astype(int)
+    for number, length in enumerate(lengths):
+        core.submit(make_request(prompt(60, seed=number // 8), number, max_tokens=int(length)))
+    fullest = 0.0
+    while core.has_work:
+        core.step()
+        fullest = max(fullest, core.stats().kv_used / core.stats().kv_total)
+    assert fullest > 0.9, "the memory must have been full"
+    assert core.stats().num_preempted < len(lengths) / 5
+    assert core.stats().kv_used == 0
 
 
 def test_score_gives_the_logprobs_that_generation_gave(tiny_model: str) -> None:

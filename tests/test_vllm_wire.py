@@ -425,10 +425,9 @@ def test_servers_that_do_not_fit_are_refused_in_one_sentence_each(
     assert "engine.kv_on_swap = keep needs that; start it with --enable-scale-out (vLLM 0.32), or set" in refusal(
         tiny_model, WireServer(tiny_model, scale_out=False), kv_on_swap="keep"
     )
-    more = refusal(tiny_model, WireServer(tiny_model, vocab_size=60))
-    assert more.startswith("the vLLM server at URL knows more than the 52 tokens of")
-    fewer = refusal(tiny_model, WireServer(tiny_model, vocab_size=40))
-    assert "knows fewer than the 52 tokens of" in fewer and "Token id 51 is out of vocabulary" in fewer
+    wide = tiny_variant("llama-wide")  # 512 tokens against 52
+    assert refusal(tiny_model, WireServer(wide)).startswith("the vLLM server at URL cannot load")
+    assert refusal(wide, WireServer(tiny_model)).startswith("the vLLM server at URL cannot load")
     assert "set engine.weights_dir to a directory that both can see" in refusal(
         tiny_model, broken(WireServer(tiny_model), "/collective_rpc")
     )
@@ -630,7 +629,7 @@ def test_an_interpreter_without_vllm_is_refused_in_one_sentence() -> None:
 FAKE_PROGRAM = """#!{python}
 import os, sys, time
 if "-c" in sys.argv:
-    print("0.32.0+cpu")
+    print("{version}")
 elif os.fork() == 0:
     os.setsid()
     time.sleep(600)
@@ -639,10 +638,10 @@ else:
 """
 
 
-def program(directory: Path, then: str) -> str:
+def program(directory: Path, then: str, version: str = "0.32.0+cpu") -> str:
     """Stands for vLLM's interpreter; what it starts leaves its process group."""
     path = directory / "python"
-    path.write_text(FAKE_PROGRAM.format(python=sys.executable, then=then))
+    path.write_text(FAKE_PROGRAM.format(python=sys.executable, then=then, version=version))
     path.chmod(0o755)
     return str(path)
 
@@ -662,6 +661,16 @@ def test_a_server_that_ends_before_it_is_ready_is_told_with_its_first_error(tmp_
         "yet: check engine.vllm_args and the log"
     )
     assert not engine._host.files.root.exists()
+
+
+def test_a_version_without_spans_is_refused_before_a_server_starts(tmp_path: Path, tiny_model: str) -> None:
+    started = tmp_path / "started"
+    python = program(tmp_path, f"open({str(started)!r}, 'w')", version="0.26.0")
+    section = EngineSection(kind="vllm", vllm_python=python, kv_on_swap="keep")
+    engine = VllmEngine(tiny_model, "float32", section, "", PROCESSED, 20.0)
+    with pytest.raises(ConfigError, match=r"^vLLM 0\.26\.0 does not say which weights sampled a token, and engine"):
+        run(engine.open())
+    assert not started.exists()
 
 
 def test_a_server_that_is_never_ready_is_given_up_at_its_deadline(tmp_path: Path, tiny_model: str) -> None:

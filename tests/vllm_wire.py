@@ -55,12 +55,10 @@ class WireServer:
         dev_mode: bool = True,
         mode: str = PROCESSED,
         context: int = 512,
-        vocab_size: int | None = None,
     ) -> None:
         self.model = plain_model(path)
         self.tokenizer = load_tokenizer(path)
         self.scale_out, self.dev_mode, self.mode, self.context = scale_out, dev_mode, mode, context
-        self.vocab_size = vocab_size or self.model.config.vocab_size
         self.version = "default"
         self.paused = False
         self.healthy = True
@@ -165,9 +163,8 @@ class WireServer:
         self.num_stale_prompts += self.cache.setdefault(key, self.version) != self.version
 
     def _logits(self, tokens: list[int]) -> torch.Tensor:
-        known = torch.tensor([tokens]).clamp(max=self.model.config.vocab_size - 1)
         with torch.inference_mode():
-            found: torch.Tensor = self.model(known).logits[0].float()
+            found: torch.Tensor = self.model(torch.tensor([tokens])).logits[0].float()
         return found
 
     def _look_for_stop(self, job: Job, token: int) -> None:
@@ -258,11 +255,9 @@ class WireServer:
         return {"id": "cmpl", "object": "text_completion", "model": "policy", "choices": [choice]}
 
     async def _score(self, tokens: list[int]) -> web.Response:
-        if max(tokens) >= self.vocab_size:
-            return await answer(refusal(f"Token id {max(tokens)} is out of vocabulary"), 400)
+        # vLLM does not always refuse a token outside the vocabulary: 0.26 takes one that is just outside, and dies.
         logprobs = self._logits(tokens).log_softmax(-1)
-        places = enumerate(min(token, logprobs.shape[1] - 1) for token in tokens[1:])
-        values = [float(logprobs[place, token]) for place, token in places]
+        values = [float(logprobs[place, token]) for place, token in enumerate(tokens[1:])]
         found = [{str(token): {"logprob": value}} for token, value in zip(tokens[1:], values, strict=True)]
         return await answer({"choices": [{"prompt_logprobs": [None, *found]}], "prompt_logprobs": None})
 
@@ -316,7 +311,10 @@ class WireServer:
         if not path.is_file():
             return await answer(refusal(f"Worker failed with error 'Repo id must be in the form: {path}'", 500), 500)
         if not self.stale_loads:
-            self.model.load_state_dict(load_file(path))
+            try:
+                self.model.load_state_dict(load_file(path))
+            except RuntimeError as error:
+                return await answer(refusal(f"Worker failed with error '{error}'", 500), 500)
         return await answer({"results": [None]})
 
     async def _update_version(self, request: web.Request) -> web.Response:

@@ -53,15 +53,18 @@ class World:
     models: dict[str, str]  # by kind of engine
     vocab_sizes: dict[str, int]
     health_s: float  # after which a silent worker counts as lost
-    deadline_s: float  # of any call
+    usual_deadline_s: float  # of any call but a vLLM run's
     digest: str = ""  # of the weights that every undisturbed run at η = 0 comes to
     ray_address: str = ""
     vllm_python: str = ""
 
-    @property
-    def recovery_s(self) -> float:
+    def deadline_s(self, run: Run) -> float:
+        """Of any call; to start a vLLM server is one, and takes as long as to start several workers."""
+        return self.usual_deadline_s * (3 if run.engine == "vllm" else 1)
+
+    def recovery_s(self, run: Run) -> float:
         """How long a run may take to be well again, or to end."""
-        return 60.0 + 4 * self.deadline_s
+        return 60.0 + 4 * self.deadline_s(run)
 
 
 @dataclass
@@ -112,7 +115,7 @@ def sections(run: Run, world: World, directory: Path) -> dict[str, dict[str, Any
             "steps": NUM_STEPS,
             "runtime": run.runtime,
             "deterministic": run.engine != "vllm",
-            "deadline_s": world.deadline_s,
+            "deadline_s": world.deadline_s(run),
         },
         "task": {"train": f"{task}:rows", "eval": "", "verifier": f"{task}:verify"},
         "sampling": {"max_tokens": 24},
@@ -263,7 +266,7 @@ class Play:
 
     def _await_moment(self, first: int, scenario: Scenario) -> None:
         """So many events after the last fault; at the beginning of a run, while it is still starting perhaps."""
-        for events in self._changes(self.world.recovery_s, "moment for the fault", 0.005):
+        for events in self._changes(self.world.recovery_s(self.run), "moment for the fault", 0.005):
             if sum(event.kind != "stats" for event in events[first:]) >= scenario.after and events:
                 time.sleep(scenario.delay_s)
                 return
@@ -273,7 +276,7 @@ class Play:
         """Until the run has noticed and trains again; False if it ended instead."""
         victim = lost_worker(scenario) if noticed else ""
         share = STEPS_PER_FAULT * (scenario.number % FAULTS_PER_RUN + 1)
-        for events in self._changes(self.world.recovery_s, f"recovery after {scenario.name}"):
+        for events in self._changes(self.world.recovery_s(self.run), f"recovery after {scenario.name}"):
             version = fold(events).num_trained
             self.pace(_WAITING_S if version > share - 10 else _USUAL_S)
             has_noticed = not victim or any(
@@ -321,7 +324,7 @@ class Play:
     def _to_the_end(self, verdict: Verdict, first: int) -> None:
         assert self.process is not None
         self.pace(0)
-        for _ in self._changes(self.world.recovery_s + NUM_STEPS, "end"):
+        for _ in self._changes(self.world.recovery_s(self.run) + NUM_STEPS, "end"):
             pass
         if self.process.process.wait() != 0:
             verdict.problems.append(f"the run did not come to its end:\n{tail(self._output)}")

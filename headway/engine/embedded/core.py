@@ -43,6 +43,8 @@ Output = tuple[str, Chunk | Completion]
 
 _STEPS_BETWEEN_CHUNKS = 8
 """Tokens sampled between two chunks of prompts: running sequences go on, and a batch still fills up fast."""
+_LOOKS_AHEAD = 2
+"""What is begun leaves room for the tokens of so many looks to come: memory filled to the brim preempts at each."""
 
 
 def make_executor(
@@ -180,6 +182,8 @@ class EngineCore:
             replays = self.deterministic and not live.fresh
             live.donor = self._donor(live) if live.fresh else None
             num_tokens = (live.num_prompt if replays else live.num_tokens) + 1
+            if not self._has_room(num_tokens):
+                return
             row = self._memory.allocate(num_tokens, *self._forked(live))
             if row is None:
                 if not self._release_retained():
@@ -191,6 +195,11 @@ class EngineCore:
                 self._donors.setdefault(live.prefix, live)
                 self._forget_waiting(live)
             self._running.append(live)
+
+    def _has_room(self, num_tokens: int) -> bool:
+        """That none of those running has to go again at once to make room for the others' next tokens."""
+        coming = len(self._running) * self._executor.num_steps(len(self._running) + 1) * _LOOKS_AHEAD
+        return not self._running or self._memory.num_used + num_tokens + coming <= self._memory.num_tokens
 
     def _donor(self, live: Live) -> Live | None:
         """The sequence whose prompt can be forked: the same prompt, under the live version."""

@@ -15,7 +15,7 @@ from headway.config import EngineSection
 from headway.engine.vllm import wire
 from headway.engine.vllm.client import Client, Facts, until_healthy
 from headway.engine.vllm.served import ServedModel, WeightFiles
-from headway.engine.vllm.server import Server, arguments, check_interpreter
+from headway.engine.vllm.server import SCALE_OUT, Server, arguments, check_interpreter
 from headway.engine.vllm.wire import Message, ServerFailed
 from headway.errors import ConfigError, DeadlineExceeded, HeadwayError, RequestRefused, WorkerDied
 from headway.types import Floats, Ints
@@ -54,6 +54,8 @@ class Host:
     async def _connect(self, kv_share: float) -> None:
         section = self._section
         version = () if self._url else await asyncio.to_thread(check_interpreter, section.vllm_python)
+        if version and version < SCALE_OUT:
+            self._check_swap(f"vLLM {'.'.join(map(str, version))}")
         self.served = await asyncio.to_thread(self.files.write_model, self._path, self._dtype)
         if self._url:
             self.client = Client(self._url, self._deadline_s)
@@ -91,7 +93,6 @@ class Host:
         self.facts = await self.client.facts()
         self.context = self._section.max_context or self.served.context
         self._check_facts()
-        await self._check_vocabulary()
         if self._url:
             await self._load_served()
         if self.facts.has_spans:
@@ -107,29 +108,19 @@ class Host:
             )
         if facts.logprobs_mode != self._mode:
             raise ConfigError(f"{name} gives {facts.logprobs_mode}; start it with --logprobs-mode {self._mode}")
-        if self._section.kv_on_swap == "keep" and not facts.has_spans:
+        if not facts.has_spans:
+            self._check_swap(name)
+
+    def _check_swap(self, what: str) -> None:
+        """Without spans, what a swap does to running sequences is limited."""
+        if self._section.kv_on_swap == "keep":
             raise ConfigError(
-                f"{name} does not say which weights sampled a token, and engine.kv_on_swap = keep needs that; "
+                f"{what} does not say which weights sampled a token, and engine.kv_on_swap = keep needs that; "
                 "start it with --enable-scale-out (vLLM 0.32), or set engine.kv_on_swap = recompute"
             )
 
-    async def _check_vocabulary(self) -> None:
-        """That the server knows as many tokens as the model, no more and no fewer."""
-        size = self.served.vocab_size
-        for token, belongs in ((size - 1, True), (size, False)):
-            known, said = True, ""
-            try:
-                await self.score(np.array([token, token], np.int32))
-            except RequestRefused as error:
-                known, said = False, f" ({error})"
-            if known != belongs:
-                raise ConfigError(
-                    f"{self.client.name} knows {'more' if known else 'fewer'} than the {size} tokens of {self._path}"
-                    f"{said}; start it on a copy of that model (docs/vllm.md)"
-                )
-
     async def _load_served(self) -> None:
-        """A server may hold what another run left in it."""
+        """A server may hold what another run left in it; one with another vocabulary or other sizes cannot load it."""
         try:
             await self.load(str(self.files.served))
         except ServerFailed as error:

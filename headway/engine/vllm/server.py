@@ -29,7 +29,7 @@ _ASK_S = 60.0
 _CLOSE_S = 9.0
 _SHORT = 80  # characters of a directory whose sockets' names still fit into 107
 _KEPT_LINES = 400
-_SCALE_OUT = (0, 32)
+SCALE_OUT = (0, 32)
 """The version from which `--enable-scale-out` is known: tokens in and out, with the versions of the weights."""
 _CAUSE = re.compile(r"(?:^|[\s'\"])((?:\w+\.)*\w*(?:Error|Exception)|error): (?P<said>\S.*)")
 _PREFIX = re.compile(r"^(\([\w -]+ pid=\d+\) )?([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]+\] )?")
@@ -67,7 +67,7 @@ def arguments(
         listed["--kv-cache-memory-bytes"] = str(kv_tokens * served.kv_bytes)
     else:
         listed["--gpu-memory-utilization"] = f"{kv_share:g}"
-    flags = ["--disable-uvicorn-access-log", *["--enable-scale-out"] * (version >= _SCALE_OUT)]
+    flags = ["--disable-uvicorn-access-log", *["--enable-scale-out"] * (version >= SCALE_OUT)]
     if section.device == "cpu":
         # vLLM 0.32: a request with a seed whose prompt is computed in parts ends the server ("CPU Generator does not
         # use offset").
