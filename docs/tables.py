@@ -8,6 +8,7 @@ A document holds a table between `<!-- table: NAME -->` and `<!-- end -->`, wher
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -72,6 +73,29 @@ def failover(record: Record) -> str:
         for how, found in record["figures"].items()
     ]
     return table(["engines", "median ms", "longest"], rows) + f"\n\n{source(record)}"
+
+
+def chaos(record: Record) -> str:
+    played = record["repetitions"]
+    rows = []
+    for runtime, engine in dict.fromkeys((one["runtime"], one["engine"]) for one in played):
+        own = [one for one in played if (one["runtime"], one["engine"]) == (runtime, engine)]
+        ended = sum("resumed" in one["outcome"] for one in own)
+        counts = [len(own), sum(one["passed"] for one in own), len(own) - ended, ended]
+        rows.append([runtime, engine, ", ".join(sorted({one["victim"] for one in own})), *map(str, counts)])
+    headings = ["runtime", "engine", "hit", "scenarios", "nothing lost", "went on", "ended or killed, resumed"]
+    return table(headings, rows) + f"\n\n{_continued(played)}\n\n{source(record)}"
+
+
+def _continued(played: list[Record]) -> str:
+    """From a fault of an engine to its requests running on another."""
+    rows = []
+    for fault in sorted({one["fault"] for one in played}):
+        own = [one for one in played if one["fault"] == fault and one["engines"] > 1]
+        seconds = [some for one in own for some in one["continued_s"]]
+        if seconds:
+            rows.append([fault, str(len(seconds)), f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}"])
+    return table(["an engine's fault", "requests that went on elsewhere", "median s", "longest"], rows)
 
 
 def weights(record: Record) -> str:
@@ -227,6 +251,7 @@ RENDERERS: dict[str, Callable[[Record], str]] = {
     "async": async_,
     "controller": controller,
     "failover": failover,
+    "chaos": chaos,
     "weights": weights,
     "engine_gpu": engine_gpu,
     "engine_smollm2": engine_gpu,

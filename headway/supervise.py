@@ -108,8 +108,9 @@ class Supervisor:
         while True:
             cause = await self._serve(kept, serve)
             kept.end()
-            self._log.append("worker_lost", worker=kept.name, cause=str(cause), groups=on_lost())
+            groups = on_lost()
             while kept.worker is None:
+                self._log.append("worker_lost", worker=kept.name, cause=str(cause), groups=groups)
                 await self._fleet.stop(kept.name)
                 wait_s = restarts.lost(time.monotonic())
                 if wait_s is None:
@@ -121,7 +122,7 @@ class Supervisor:
                 try:
                     kept.begin(await kept.start())
                 except HeadwayError as error:
-                    cause = error
+                    cause, groups = error, []
 
     async def _serve(self, kept: Kept[T], serve: Callable[[T], Awaitable[None]]) -> HeadwayError:
         """Returns when the worker is lost, with the cause."""

@@ -5,6 +5,7 @@ Invariant 2: nothing vanishes. Invariant 14: a crash loses nothing. Invariant 15
 """
 
 import asyncio
+import itertools
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,7 +23,7 @@ from system import check_fates, check_finished, check_record
 from headway import looks
 from headway.controller import Controller
 from headway.engine.fake import FakeEngine
-from headway.errors import ConfigError, HeadwayError, RunFailed, SaveFailed
+from headway.errors import ConfigError, HeadwayError, RunFailed, SaveFailed, WorkerDied
 from headway.events import Event, EventLog, read
 from headway.types import Chunk, Completion, EngineStats, Request
 from headway.wanted import ask, take
@@ -85,6 +86,25 @@ def test_a_dead_engine_is_replaced_and_the_run_goes_on(
     assert 1 <= len(kinds(events, "worker_restarted")) <= len(lost)
     after = events[events.index(kinds(events, "worker_restarted")[-1]) :]
     assert any(event.kind == "stats" and event["engine"] == name and event["num_generated"] > 0 for event in after)
+
+
+def test_a_worker_that_dies_while_it_starts_again_is_told_as_lost_each_time(make_stage: MakeStage) -> None:
+    lives = itertools.count(1)
+
+    def remake(number: int) -> FakeEngine:
+        if next(lives) < 3:
+            raise WorkerDied("worker engine-1 ended (signal 9) while it started", "engine-1")
+        return FakeEngine(mean_tokens=6.0)
+
+    engines = timed_engines(2)
+    stage = make_stage(
+        {"run": {"steps": 12}}, engines=engines, mortal=True, remake=remake, during=killing("engine-1", 2)
+    )
+    events = stage.run()
+    check_finished(stage.config, events)
+    lost = [event["cause"] for event in kinds(events, "worker_lost")]
+    assert [cause.endswith("while it started") for cause in lost] == [False, True, True]
+    assert len(kinds(events, "worker_restarted")) == 1
 
 
 def test_a_restarted_engine_proves_the_current_weights_before_it_serves(make_stage: MakeStage) -> None:

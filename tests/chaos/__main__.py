@@ -2,8 +2,8 @@
 
 import argparse
 import importlib.util
-import json
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -13,10 +13,13 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from chaos.faults import INSIDE, can_mount
 from chaos.play import Play, Verdict, World, spread, undisturbed_digest
 from chaos.scenario import LOTS, Scenario, draw, draw_runs
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def say(text: str) -> None:
@@ -82,11 +85,22 @@ def make_world(home: Path, runs: list[list[Scenario]], told: argparse.Namespace)
     return World(home, models, vocab_sizes, health_s, deadline_s, digest, address, python)
 
 
+def make_record() -> Any:
+    """As benchmarks keep it."""
+    sys.path.append(str(ROOT / "bench"))
+    from common import Record, shown
+
+    record = Record("chaos", [])
+    record.fields["command"] = f"make chaos CHAOS={shlex.quote(shlex.join(map(shown, sys.argv[1:])))}"
+    return record
+
+
 class Runner:
     """Plays runs side by side and says how far it is."""
 
     def __init__(self, world: World, total: int, told: argparse.Namespace) -> None:
         self._world, self._total, self._keep, self._out = world, total, told.keep, told.out
+        self._record = make_record() if told.out else None
         self._end = time.monotonic() + 60 * told.minutes if told.minutes else float("inf")
         self._one_at_a_time = {"ray": threading.Lock(), "vllm": threading.Lock()}
         self._lock = threading.Lock()
@@ -120,8 +134,9 @@ class Runner:
                 say(f"    {problem}")
             if not verdict.passed:
                 say(f"    {verdict.done}; what it left: {verdict.where}\n    to repeat it: {scenario.command}")
-            if self._out is not None:
-                self._out.write_text(json.dumps([one.to_dict() for one in self.verdicts], indent=1))
+            if self._record is not None:
+                limits = {"health_s": round(self._world.health_s, 1), "deadline_s": self._world.usual_deadline_s}
+                self._record.write(self._out, settings=limits, repetitions=[one.to_dict() for one in self.verdicts])
 
 
 def table(verdicts: list[Verdict]) -> str:
