@@ -8,11 +8,11 @@ flush. `budget` is how many steps it may still take; None is no limit.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from aiohttp import web
@@ -23,6 +23,7 @@ from headway.engine.vllm.wire import PROCESSED
 from headway.tokenizer import decode, load_tokenizer
 
 Message = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass
@@ -45,6 +46,16 @@ class Job:
     @property
     def wants_out(self) -> bool:
         return bool(self.finish) or self.num_sent == 0 or len(self.tokens) - self.num_sent >= self.interval
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 class WireServer:
