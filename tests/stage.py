@@ -271,6 +271,22 @@ class Stage:
         )
 
 
+During = Callable[[Stage, Controller], Awaitable[None]]
+
+
+def kinds(events: list[Event], kind: str) -> list[Event]:
+    return [event for event in events if event.kind == kind]
+
+
+def timed_engines(num: int, seconds_per_token: float = 0.0005) -> list[FakeEngine]:
+    return [FakeEngine(mean_tokens=6.0, seconds_per_token=seconds_per_token) for _ in range(num)]
+
+
+async def steps_done(controller: Controller, version: int) -> None:
+    while controller.version < version:
+        await asyncio.sleep(0)
+
+
 class MakeStage(Protocol):
     def __call__(self, sections: dict[str, dict[str, Any]], **options: Any) -> Stage:
         """A stage in a directory of its own, with `sections` on top of the small config."""
