@@ -3,7 +3,8 @@
     python docs/tables.py          rewrite the tables
     python docs/tables.py --check  fail if a document differs from what its records say
 
-A document holds a table between `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a record and a function here.
+A document holds a table between `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a record and a function here;
+or `<!-- table: NAME of RECORD -->` where they have different names.
 """
 
 import json
@@ -17,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("performance", "scaling", "survival")))
-_TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- table: (\w+)(?: of (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Record = dict[str, Any]
 
@@ -136,6 +137,8 @@ def trainer(record: Record) -> str:
 def async_gpu(record: Record) -> str:
     rows = []
     for item in record["repetitions"]:
+        if item["kv"] != "keep":
+            continue
         base = next((other for other in record["repetitions"] if other["eta"] == 0 and _alike(other, item)), None)
         speed = base["tokens_per_s"] if base else float("nan")
         ratio, ceiling = f"{item['tokens_per_s'] / speed:.2f}×", ""
@@ -164,11 +167,13 @@ def _alike(one: Record, other: Record) -> bool:
 
 
 def interrupt(record: Record) -> str:
-    drained = next(item["tokens_per_s"] for item in record["repetitions"] if item["kv"] == "drain")
+    drained = next(item for item in record["repetitions"] if item["kv"] == "drain")
     rows = []
     for item in record["repetitions"]:
+        if not _alike(item, drained) or item["eta"] != drained["eta"]:
+            continue
         pauses = f"{item['pause_ms']['mean']:.1f} / {item['pause_ms']['max']:.1f}"
-        speed = [f"{item['tokens_per_s']:,.0f}", f"{item['tokens_per_s'] / drained:.2f}×"]
+        speed = [f"{item['tokens_per_s']:,.0f}", f"{item['tokens_per_s'] / drained['tokens_per_s']:.2f}×"]
         rows.append([item["kv"], *speed, pauses, f"{item['staleness_mean']:.1f}"])
     headings = ["at a swap", "effective tokens/s", "against draining", "pause ms mean / max", "mean staleness"]
     return table(headings, rows) + f"\n\n{source(record)}"
@@ -254,10 +259,8 @@ RENDERERS: dict[str, Callable[[Record], str]] = {
     "chaos": chaos,
     "weights": weights,
     "engine_gpu": engine_gpu,
-    "engine_smollm2": engine_gpu,
     "trainer": trainer,
     "async_gpu": async_gpu,
-    "async_large": async_gpu,
     "interrupt": interrupt,
     "colocation": colocation,
     "packing": packing,
@@ -272,9 +275,10 @@ def rendered(document: Path) -> str:
     """The document with its tables as the records have them."""
 
     def replace(found: re.Match[str]) -> str:
-        record = json.loads((RESULTS / f"{found[2]}.json").read_text()) | {"file": found[2]}
+        file = found[3] or found[2]
+        record = json.loads((RESULTS / f"{file}.json").read_text()) | {"file": file}
         results = RESULTS.relative_to(document.parent).as_posix()
-        return found[1] + RENDERERS[found[2]](record).replace("RESULTS", results) + "\n" + found[3]
+        return found[1] + RENDERERS[found[2]](record).replace("RESULTS", results) + "\n" + found[4]
 
     return _TABLE.sub(replace, document.read_text())
 
