@@ -112,6 +112,7 @@ def make_config(options: argparse.Namespace, model: Path, rows: Path, plan: Plan
                 "batch_groups": plan.groups,
                 "token_budget": max(options.token_budget, context),
                 "minibatches": options.minibatches,
+                "gpu_share": options.gpu_share,
                 "lr": 1e-6,
             },
             "checkpoint": {"every": 10**6},
@@ -437,6 +438,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--kv-tokens", type=int, default=1_800_000, help="key/value memory")
     parser.add_argument("--token-budget", type=int, default=16896, help="most tokens of a micro-batch")
     parser.add_argument("--minibatches", type=int, default=1, help="more than one makes proximal passes necessary")
+    parser.add_argument("--gpu-share", type=float, default=1.0, help="most of the multiprocessors the trainer uses")
     parser.add_argument(
         "--rate-s", type=float, default=6, help="seconds of filling, and of measuring, the engine alone"
     )

@@ -39,6 +39,9 @@ ARRANGEMENTS: dict[str, tuple[bool, dict[str, str], dict[str, str]]] = {
     "time slicing": (False, {}, {}),
     "MPS": (True, {}, {}),
     "MPS, trainer below": (True, {}, BELOW),
+    "MPS, trainer on 85%": (True, {}, _share(85)),
+    "MPS, trainer on 70%": (True, {}, _share(70)),
+    "MPS, trainer on 50%": (True, {}, _share(50)),
     "MPS, engine on 50%": (True, _share(50), {}),
     "MPS, engine on 30%, trainer on 70%": (True, _share(30), _share(70)),
 }
