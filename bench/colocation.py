@@ -68,8 +68,8 @@ def load_engine(spec: Message) -> tuple[Message, Callable[[Message], Message]]:
     from swap import make_core, submit
 
     model = Path(spec["model"])
-    options = argparse.Namespace(**spec, prompt_length=PROMPT_LENGTH, output_length=spec["longest"], dtype="bfloat16")
-    core = make_core(options, model, spec["requests"] * (PROMPT_LENGTH + spec["longest"]))
+    options = argparse.Namespace(**spec, output_length=spec["longest"], dtype="bfloat16")
+    core = make_core(options, model, spec["requests"] * (spec["prompt_length"] + spec["longest"]))
     submit(core, options, vocabulary_of(model), 0)
     while core.stats().num_generated < 64 * spec["requests"]:  # graphs are captured, kernels compiled
         core.step()
@@ -170,6 +170,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--arrangements", nargs="+", choices=ARRANGEMENTS, default=list(ARRANGEMENTS))
     parser.add_argument("--requests", type=int, default=384, help="sequences decoded together")
+    parser.add_argument("--prompt-length", type=int, default=PROMPT_LENGTH, help="tokens they begin with")
     parser.add_argument("--longest", type=int, default=5568, help="most tokens of a sequence")
     parser.add_argument("--groups", type=int, default=8, help="groups of 8 that are trained together")
     parser.add_argument("--mean", type=float, default=2048, help="mean length of what is trained")
