@@ -6,8 +6,8 @@ completions are; for one kind of lengths all arms have the same prompts and leng
 a second are those of trained completions over the time from the end of one training step (at η = 0, where nothing has
 to fill first, from the first admission) to the end of the last. At η = 0 generation and training take turns.
 
-The ceiling is that of an ideal schedule without overlap: the time to generate a batch at the speed the engine has alone
-with as many sequences as η allows, plus the time to train it at the speed the trainer has alone.
+The ceiling is that of an ideal schedule without overlap: the time to generate a batch at the speed the engine has in
+that arm while nothing is trained, plus the time to train it at the speed the trainer has at η = 0, alone.
 """
 
 import argparse
@@ -165,7 +165,6 @@ class Bench:
     def __init__(self, options: argparse.Namespace, directory: Path, model: Path, fleet: "Fleet", workers: "Workers"):
         self.options, self.directory, self.model = options, directory, model
         self.fleet, self.workers = fleet, workers
-        self._alone: dict[tuple[str, int], float] = {}
 
     async def run(self, plan: Plan, name: str) -> Message:
         """One arm: a controller from the trainer's version on, ended when it has trained its steps."""
@@ -205,34 +204,6 @@ class Bench:
         if report.skipped:
             raise AssertionError(report.skipped)
         return report.version
-
-    async def generation_rate(self, plan: Plan) -> float:
-        """Tokens a second of the engine alone, with as many sequences as the bound lets be under way."""
-        num_groups = plan.groups * (plan.eta + 1)
-        key = plan.lengths, min(num_groups * plan.group_size, self.options.max_num_seqs)
-        if key not in self._alone:
-            prepared = prepare(self.options, self.directory, self.model, plan)
-            tasks = [asyncio.create_task(self._generate(prepared, first, num_groups)) for first in range(num_groups)]
-            (engine,) = self.workers.generation.engines.values()
-            await asyncio.sleep(self.options.rate_s)
-            before, started = await engine.stats(), time.perf_counter()
-            await asyncio.sleep(self.options.rate_s)
-            after, seconds = await engine.stats(), time.perf_counter() - started
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._alone[key] = (after.num_generated - before.num_generated) / seconds
-        return self._alone[key]
-
-    async def _generate(self, prepared: "Prepared", first: int, stride: int) -> None:
-        """Group after group, without end and without training."""
-        from headway.types import Admission
-
-        size = prepared.config.rollout.group_size
-        (worker,) = self.workers.generation.rollout.values()
-        for number in itertools.count(first, stride):
-            prompt = prepared.prompts[number % len(prepared.prompts)]
-            await worker.run(Admission(10**6 + number, prompt, size, 0, 0, prepared.sampling))
 
 
 def prepare(options: argparse.Namespace, directory: Path, model: Path, plan: Plan) -> "Prepared":
@@ -353,16 +324,25 @@ def timeline(events: list[Any], begin: float, end: float) -> Message:
     return {"seconds": round(end - begin, 2), "engine": looks, "trainer": steps, "swaps": swaps}
 
 
-def add_ceiling(results: list[Message], rates: dict[int, float]) -> None:
+def generation_alone(item: Message) -> float:
+    """Tokens a second of the engine in the measured time while nothing was trained; NaN if there was no such time."""
+    tokens = seconds = 0.0
+    steps = item["timeline"]["trainer"]
+    for (before, *_), (at, *_, speed) in itertools.pairwise(item["timeline"]["engine"]):
+        if not any(begin < at and before < begin + length for begin, length in steps):
+            tokens, seconds = tokens + speed * (at - before), seconds + at - before
+    return tokens / seconds if seconds else float("nan")
+
+
+def add_ceiling(results: list[Message]) -> None:
     """Beside each asynchronous arm, what an ideal schedule without overlap would give."""
-    for index, rate in rates.items():
-        item = results[index]
+    for item in results:
         base = next((r for r in results if r["eta"] == 0 and _comparable(r, item)), None)
-        if base is not None:
+        if base is not None and item["eta"] and item["kv"] == "keep":
             tokens = item["tokens"] / item["steps"]
             train_s = base["train_s"] * tokens / (base["tokens"] / base["steps"])
-            item["generation_alone"] = rate
-            item["ceiling"] = tokens / (tokens / rate + train_s)
+            item["generation_alone"] = generation_alone(item)
+            item["ceiling"] = tokens / (tokens / item["generation_alone"] + train_s)
 
 
 def _comparable(one: Message, other: Message) -> bool:
@@ -403,7 +383,6 @@ async def open_bench(options: argparse.Namespace, directory: Path) -> AsyncItera
 
 async def measure(options: argparse.Namespace, directory: Path, record: Record, console: "Console") -> list[Message]:
     results: list[Message] = []
-    rates: dict[int, float] = {}
     settings = {key: str(value) for key, value in vars(options).items() if key != "out"}
 
     def write() -> None:
@@ -415,11 +394,8 @@ async def measure(options: argparse.Namespace, directory: Path, record: Record, 
         for number, plan in enumerate(options.arms):
             results.append(await bench.run(plan, f"arm-{number}"))
             console.print(f"{plan}: {results[-1]['tokens_per_s']:,.0f} tokens/s", highlight=False)
+            add_ceiling(results)
             write()
-            if plan.eta and options.rate_s:
-                rates[number] = await bench.generation_rate(plan)
-                add_ceiling(results, rates)
-                write()
     return results
 
 
@@ -439,9 +415,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--token-budget", type=int, default=16896, help="most tokens of a micro-batch")
     parser.add_argument("--minibatches", type=int, default=1, help="more than one makes proximal passes necessary")
     parser.add_argument("--gpu-share", type=float, default=1.0, help="most of the multiprocessors the trainer uses")
-    parser.add_argument(
-        "--rate-s", type=float, default=6, help="seconds of filling, and of measuring, the engine alone"
-    )
     parser.add_argument("--cold", action="store_true", help="without the warm-up")
     parser.add_argument("--seed", type=int, default=0, help="of lengths, prompts and sampling")
     parser.add_argument("--out", type=Path, default=RESULTS_DIR / "async_gpu.json", help="where the record goes")

@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> None:
 
     arms = [f"16x16,eta=4,kv={kv}" for kv in POLICIES]
     console = Console(width=140)
-    options = parse(["--arms", *arms, "--out", str(RESULTS_DIR / "interrupt.json"), "--rate-s", "0", *arguments])
+    options = parse(["--arms", *arms, "--out", str(RESULTS_DIR / "interrupt.json"), *arguments])
     with tempfile.TemporaryDirectory() as scratch:
         results = asyncio.run(measure(options, Path(scratch), Record("interrupt", arguments), console))
     show(results, console)
