@@ -2,87 +2,21 @@
 
 import asyncio
 import os
-import secrets
-import select
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing
 from pathlib import Path
 
 import numpy as np
 import pytest
-import ray_cluster
 from probes import Broken, BrokenOpen, Caller, Probe, Stubborn
+from runtimes import everywhere, in_processes, running, wait_gone, with_probe
 
-from headway import codec
 from headway.errors import ConfigError, DeadlineExceeded, HeadwayError, RequestRefused, WorkerDied
-from headway.runtime import (
-    InlineRuntime,
-    LocalRuntime,
-    RayRuntime,
-    RemoteError,
-    Runtime,
-    channel,
-    handle,
-    local,
-    offload,
-    ray,
-    with_deadline,
-    worker,
-)
-
-PROCESSES = ["local", "tcp", pytest.param("ray", marks=pytest.mark.slow)]
-"""Over Unix-domain sockets, as on one machine; over TCP, as between nodes; on the nodes of a Ray cluster."""
-everywhere = pytest.mark.parametrize("kind", ["inline", *PROCESSES])
-in_processes = pytest.mark.parametrize("kind", PROCESSES)
-
-
-class TcpRuntime(LocalRuntime):
-    """Local processes that listen as workers on several machines do."""
-
-    def _listen(self) -> tuple[socket.socket, str]:
-        self._num_started += 1
-        return channel.listen_on_host("127.0.0.1", self._run, self._num_started)
-
-
-def make_runtime(kind: str, log_dir: Path, deadline_s: float) -> Runtime:
-    if kind == "inline":
-        return InlineRuntime()
-    if kind == "ray":
-        return RayRuntime(log_dir, deadline_s, ray_cluster.cluster().address, ray_cluster.PLACES)
-    return {"local": LocalRuntime, "tcp": TcpRuntime}[kind](log_dir, deadline_s)
-
-
-@asynccontextmanager
-async def running(tmp_path: Path, kind: str = "local", deadline_s: float = 15.0) -> AsyncIterator[Runtime]:
-    runtime = make_runtime(kind, tmp_path / "logs", deadline_s)
-    try:
-        await runtime.num_machines()  # starts Ray, where it is Ray
-        yield runtime
-    finally:
-        await runtime.close()
-
-
-def with_probe(
-    tmp_path: Path, test: Callable[[Runtime, Probe], Awaitable[None]], kind: str = "local", deadline_s: float = 15.0
-) -> None:
-    async def body() -> None:
-        async with running(tmp_path, kind, deadline_s) as runtime:
-            await test(runtime, await runtime.start("probe", Probe))
-
-    asyncio.run(body())
-
-
-def wait_gone(pidfds: list[int], timeout_s: float = 10.0) -> None:
-    """Return when every process has ended: a pidfd becomes readable at that moment."""
-    for pidfd in pidfds:
-        assert select.select([pidfd], [], [], timeout_s)[0], "a process was left behind"
-        os.close(pidfd)
+from headway.runtime import InlineRuntime, RemoteError, Runtime, channel, handle, local, offload, ray, with_deadline
 
 
 @everywhere
@@ -318,21 +252,6 @@ def test_a_worker_that_leaves_by_itself_is_a_failure_with_its_exit_code(tmp_path
     with_probe(tmp_path, test, kind)
 
 
-def test_each_death_is_told_once_and_by_name(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with running(tmp_path) as runtime:
-            probes = {name: await runtime.start(name, Probe) for name in ("one", "two", "three")}
-            for name in ("two", "one"):
-                os.kill(await probes[name].pid(), signal.SIGKILL)
-                death = await asyncio.wait_for(runtime.failure(), 5)
-                assert death.worker == name and f"worker {name} ended (signal 9)" in str(death)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(runtime.failure(), 0.1)
-            assert await probes["three"].echo(1) == 1
-
-    asyncio.run(body())
-
-
 def test_a_worker_that_dies_while_it_starts_is_its_starters_error_and_no_failure(tmp_path: Path) -> None:
     async def body() -> None:
         async with running(tmp_path) as runtime:
@@ -342,21 +261,6 @@ def test_a_worker_that_dies_while_it_starts_is_its_starters_error_and_no_failure
                 await asyncio.wait_for(runtime.failure(), 0.1)
 
     asyncio.run(body())
-
-
-@everywhere
-def test_a_name_is_started_again_after_its_stop(tmp_path: Path, kind: str) -> None:
-    async def test(runtime: Runtime, probe: Probe) -> None:
-        await runtime.start("other", Probe, "other", str(tmp_path / "diary"))
-        await runtime.stop("other")
-        assert (tmp_path / "diary").read_text() == "other\n", "a stop closes it"
-        again = await runtime.start("other", Probe)
-        assert await again.echo(2) == 2 and await probe.echo(1) == 1
-        await runtime.stop("nobody")
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(runtime.failure(), 0.1)
-
-    with_probe(tmp_path, test, kind)
 
 
 def test_a_name_is_started_again_after_its_death_and_old_handles_stay_dead(tmp_path: Path) -> None:
@@ -371,19 +275,6 @@ def test_a_name_is_started_again_after_its_death_and_old_handles_stay_dead(tmp_p
         await runtime.stop("probe")
         with pytest.raises(WorkerDied, match="worker probe was closed"):
             await again.echo(1)
-
-    with_probe(tmp_path, test)
-
-
-def test_a_worker_that_hangs_is_killed_by_its_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "CLOSE_S", 0.3)
-
-    async def test(runtime: Runtime, probe: Probe) -> None:
-        pid = await probe.pid()
-        pidfd = os.pidfd_open(pid)
-        os.kill(pid, signal.SIGSTOP)
-        await runtime.stop("probe")
-        wait_gone([pidfd])
 
     with_probe(tmp_path, test)
 
@@ -435,137 +326,6 @@ def test_a_worker_imports_what_its_parent_could(tmp_path: Path, kind: str, monke
     async def body() -> None:
         async with running(tmp_path, kind) as runtime:
             assert await (await runtime.start("users", users_module.Users)).answer() == 42
-
-    asyncio.run(body())
-
-
-def reach(address: str) -> socket.socket:
-    """A bare connection to a worker, as anybody on its machine or network could make it."""
-    if channel.is_unix(address):
-        stranger = socket.socket(socket.AF_UNIX)
-        stranger.connect(address)
-    else:
-        host, port = address.split("/")[0].split(":")
-        stranger = socket.create_connection((host, int(port)))
-    stranger.settimeout(5)
-    return stranger
-
-
-def frame(kind: int, payload: bytes, call: int = 0) -> bytes:
-    return channel._HEADER.pack(len(payload), call, kind) + payload
-
-
-def hear(connection: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes, or fewer where the other end hangs up."""
-    heard = b""
-    with suppress(ConnectionResetError, BrokenPipeError):
-        while len(heard) < num_bytes and (more := connection.recv(num_bytes - len(heard))):
-            heard += more
-    return heard
-
-
-def is_turned_away(address: str, *frames: bytes) -> bool:
-    """Whether the worker hangs up on these frames, its own challenge apart, without a word."""
-    with reach(address) as stranger:
-        for sent in frames[:-1]:
-            stranger.sendall(sent)
-            assert len(hear(stranger, channel._HEADER.size + 64)) == channel._HEADER.size + 64
-        stranger.sendall(frames[-1])
-        return hear(stranger, 1) == b""
-
-
-@in_processes
-def test_a_stranger_without_the_token_is_turned_away_unread(tmp_path: Path, kind: str) -> None:
-    async def test(runtime: Runtime, probe: Probe) -> None:
-        address = probe._peer.address
-        if channel.is_unix(address):
-            assert stat.S_IMODE(os.stat(os.path.dirname(address)).st_mode) == 0o700
-        hello = frame(channel.HELLO, bytes(32))
-        call = frame(channel.CALL, codec.encode(["echo", [1], {}]), call=1)
-        for frames in (
-            [call],
-            [frame(channel.PROOF, bytes(32))],
-            [frame(channel.HELLO, bytes(31))],
-            [channel._HEADER.pack(65, 0, channel.HELLO)],
-            [hello, call],
-            [hello, hello],
-            [hello, frame(channel.PROOF, b"x" * 32)],
-            [hello, frame(channel.PROOF, b"")],
-        ):
-            assert await asyncio.to_thread(is_turned_away, address, *frames), frames
-        assert await probe.echo(1) == 1
-
-    with_probe(tmp_path, test, kind)
-
-
-@in_processes
-def test_what_a_worker_says_to_a_stranger_lets_nobody_in(tmp_path: Path, kind: str) -> None:
-    """Neither its own proof sent back to it nor another connection's proof sent again is one."""
-
-    def proofs(address: str, token: bytes) -> list[bool]:
-        nonce = os.urandom(32)
-        outcomes = []
-        for stolen in (None, channel.proof(token, "client", address, nonce + bytes(32))):
-            with reach(address) as stranger:
-                stranger.sendall(frame(channel.HELLO, nonce))
-                challenge = hear(stranger, channel._HEADER.size + 64)[channel._HEADER.size :]
-                assert challenge[32:] == channel.proof(token, "worker", address, nonce + challenge[:32])
-                stranger.sendall(frame(channel.PROOF, stolen or challenge[32:]))
-                outcomes.append(hear(stranger, 1) == b"")
-        return outcomes
-
-    async def test(runtime: Runtime, probe: Probe) -> None:
-        assert await asyncio.to_thread(proofs, probe._peer.address, runtime._token) == [True, True]
-
-    with_probe(tmp_path, test, kind)
-
-
-def test_a_stranger_that_says_nothing_is_turned_away_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_PROOF_S", 0.05)
-
-    async def body() -> None:
-        service = worker.Service("probe", "127.0.0.1:1/run/0", bytes(32))
-        server = await asyncio.get_running_loop().create_server(lambda: worker.Connection(service), "127.0.0.1", 0)
-        async with server:
-            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-            assert await asyncio.wait_for(_until_reset(reader), 5) == b""
-            writer.close()
-
-    async def _until_reset(reader: asyncio.StreamReader) -> bytes:
-        try:
-            return await reader.read()
-        except ConnectionResetError:
-            return b""
-
-    asyncio.run(body())
-
-
-class Impostor(asyncio.Protocol):
-    """Took a dead worker's port; knows everything but the token, and writes down what it is told."""
-
-    def __init__(self, heard: bytearray) -> None:
-        self.heard = heard
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self.heard += data
-        self.transport.write(frame(channel.CHALLENGE, os.urandom(64)))
-
-
-def test_a_client_tells_an_impostor_nothing(tmp_path: Path) -> None:
-    async def body() -> None:
-        heard = bytearray()
-        server = await asyncio.get_running_loop().create_server(lambda: Impostor(heard), "127.0.0.1", 0)
-        handle.join_run("run", secrets.token_bytes(32))
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            probe = handle.find_peer("probe", f"127.0.0.1:{port}/run/7", "probe.log")
-            with pytest.raises(WorkerDied, match="worker probe ended while it was still needed"):
-                await asyncio.wait_for(probe.call("echo", ("secret",), {}, 5.0), 10)
-        handle.leave_run("run")
-        assert len(heard) == channel._HEADER.size + channel.NONCE_BYTES, "a nonce and nothing else"
 
     asyncio.run(body())
 
