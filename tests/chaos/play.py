@@ -147,6 +147,12 @@ def undisturbed_digest(home: Path, model: str) -> str:
     return fold(events_of(config)).digests[NUM_STEPS]
 
 
+def is_down(worker: str, events: list[Event]) -> bool:
+    """Whether a worker was lost and is not back."""
+    fates = [event.kind for event in events if event.fields.get("worker") == worker]
+    return bool(fates) and fates[-1] == "worker_lost"
+
+
 class Play:
     """One run, and the scenarios that befall it."""
 
@@ -209,12 +215,14 @@ class Play:
             self._start()
         try:
             self._await_moment(first, scenario)
+            # One that was lost already is not lost again when a fault hits it on its way out, or back.
+            was_down = is_down(lost_worker(scenario), self.events())
             verdict.when = time.time()
             verdict.done = harm(scenario, self.directory, self.run_directory, self._alive, self.world.health_s)
         except NotDone:
             raise AssertionError(f"the run was over before the fault:\n{tail(self._output)}") from None
         before = fold(self.events()).num_trained
-        ended = not self._await_recovery(scenario, first, before)
+        ended = not self._await_recovery(scenario, first, before, not was_down)
         self._judge(verdict, first)
         if ended:
             self._judge_end(verdict)
@@ -318,7 +326,9 @@ class Play:
             return
         lines = [line for line in self._output.splitlines() if line.startswith("error: ")]
         verdict.outcome, verdict.cause = "ended", lines[-1] if lines else ""
-        if not names_cause(scenario, verdict.cause):
+        # What fills a disk lasts, and may end the run while the next fault is played.
+        before = [one for one in self.scenarios if one.fault == "full" and one.number < scenario.number]
+        if not any(names_cause(one, verdict.cause) for one in (scenario, *before)):
             verdict.problems.append(f"it ended ({code}) without naming the cause:\n{tail(self._output)}")
 
     def _to_the_end(self, verdict: Verdict, first: int) -> None:
