@@ -12,7 +12,7 @@ Invariants that live here:
 
 import asyncio
 import time
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -184,16 +184,20 @@ class RolloutWorker:
             try:
                 verdict = await pool.verify(task, text)
             except WorkerDied:
-                await self._next_pool(life)
+                await self._next_pool(pool, life)
                 continue
             if verdict.error:
                 raise VerifierBroken(verdict.error)
             return verdict.score
         raise VerifierBroken(f"{_NUM_POOLS_TRIED} reward pools ended while they judged one text")
 
-    async def _next_pool(self, dead_life: int) -> None:
+    async def _next_pool(self, pool: RewardPool, dead_life: int) -> None:
+        """Returns when there is a pool: the same one, if only the connection to it broke."""
         try:
             async with asyncio.timeout(self._deadline_s):
+                with suppress(WorkerDied):
+                    await pool.stats()
+                    return
                 while self._rewards_life == dead_life:
                     await self._reconnected.wait()
         except TimeoutError:

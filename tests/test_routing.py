@@ -273,6 +273,30 @@ class DyingPool(StandInRewards):
     async def verify(self, task: dict[str, Any], text: str) -> Any:
         raise WorkerDied("worker reward ended (signal 9)")
 
+    async def stats(self) -> dict[str, int]:
+        raise WorkerDied("worker reward ended (signal 9)")
+
+
+class CutPool(StandInRewards):
+    """Lives, but the connections to it break under the first texts."""
+
+    num_cuts = 2
+
+    async def verify(self, task: dict[str, Any], text: str) -> Any:
+        if self.num_cuts:
+            self.num_cuts -= 1
+            raise WorkerDied("worker reward ended while it was still needed")
+        return await super().verify(task, text)
+
+
+def test_a_pool_to_which_the_connection_broke_is_asked_again(tiny_model: str) -> None:
+    async def scenario() -> None:
+        worker, pool = await make_worker(tiny_model), CutPool()
+        await with_pool(worker, pool, 0)
+        assert (await worker.run(admission(0))).complete and not pool.num_cuts
+
+    run(scenario())
+
 
 async def with_pool(worker: RolloutWorker, pool: StandInRewards, life: int) -> None:
     engines = {"engine-0": cast(Engine, FakeEngine())}
