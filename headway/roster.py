@@ -193,7 +193,9 @@ class Roster:
                 await self._send(member.name, published.update, published.reference)
             except RemoteError as error:
                 raise WorkerDied(f"{member.name} broke: {error}") from error
-            except (WorkerDied, WeightsUnreachable):
+            except (WorkerDied, WeightsUnreachable) as error:
+                if isinstance(error, WorkerDied) and error.worker == member.name:
+                    raise  # it died, or its connection broke, and nobody knows how far it has come with the update
                 await self._look(engine, member.name)
                 await self._await_other_weights(published)
                 continue

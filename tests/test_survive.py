@@ -20,10 +20,11 @@ from stage import During, MakeStage, Stage, StandInRewards, StandInTrainer, draw
 from system import check_finished, check_record
 
 from headway.controller import Controller
+from headway.engine import KvPolicy
 from headway.engine.fake import FakeEngine
 from headway.errors import HeadwayError, RunFailed, SaveFailed, WorkerDied
 from headway.events import read
-from headway.types import Chunk, Completion, EngineStats, Request
+from headway.types import Chunk, Completion, EngineStats, Request, SwapReport
 
 repeatable = settings(derandomize=True, deadline=None, database=None, max_examples=40)
 
@@ -285,6 +286,7 @@ class Ills:
 
     hangs: bool = False
     falls_silent: bool = False
+    is_cut_off: bool = False  # a connection to it breaks in the middle of a swap
     wrong: dict[str, Any] | None = None
 
 
@@ -305,6 +307,21 @@ class Ill(FakeEngine):
         if self.version >= 2 and self._ills.hangs:
             await asyncio.Event().wait()
         return await super().stats()
+
+    async def swap(self, version: int, kv: KvPolicy) -> SwapReport:
+        if self.version >= 2 and self._ills.is_cut_off:
+            raise WorkerDied("worker engine-1 ended while it was still needed", "engine-1")
+        return await super().swap(version, kv)
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+def test_an_engine_cut_off_in_the_middle_of_a_swap_is_replaced_at_once(make_stage: MakeStage, eta: int) -> None:
+    sections = {"run": {"steps": 8}, "staleness": {"max_staleness": eta}}
+    stage = make_stage(sections, engines=[*timed_engines(1), Ill(Ills(is_cut_off=True))], mortal=True)
+    events = stage.run()
+    check_finished(stage.config, events)
+    (lost,) = kinds(events, "worker_lost")
+    assert lost["worker"] == "engine-1"
 
 
 def test_an_engine_that_hangs_is_found_by_a_look_and_its_requests_go_on(make_stage: MakeStage) -> None:
