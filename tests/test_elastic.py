@@ -4,6 +4,7 @@ Invariant 1: one admission authority; an engine that is down does not count, one
 Invariant 2: nothing vanishes.
 """
 
+import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from headway import looks
 from headway.controller import Controller
 from headway.engine.fake import FakeEngine
 from headway.errors import ConfigError, HeadwayError
-from headway.events import EventLog
+from headway.events import EventLog, read
 from headway.types import EngineStats
 from headway.wanted import ask, take
 
@@ -115,6 +116,12 @@ def test_an_engine_far_slower_than_the_others_is_told_of_once_and_replaced_if_wa
     }
     engines = [Paced(1e4), Paced(1e5), Paced(1e5)]
     stage = make_stage(sections, engines=engines, mortal=True, remake=lambda number: Paced(1e5))
+
+    async def until_told() -> None:
+        while stage.trainer.version > 30 and not kinds(read(stage.directory / "events.jsonl"), "slow"):
+            await asyncio.sleep(0.01)
+
+    stage.trainer.pace = until_told
     events = stage.run()
     check_finished(stage.config, events)
     (told,) = kinds(events, "slow")
