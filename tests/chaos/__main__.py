@@ -85,13 +85,14 @@ def make_world(home: Path, runs: list[list[Scenario]], told: argparse.Namespace)
     return World(home, models, vocab_sizes, health_s, deadline_s, digest, address, python)
 
 
-def make_record() -> Any:
+def make_record(told: argparse.Namespace) -> Any:
     """As benchmarks keep it."""
     sys.path.append(str(ROOT / "bench"))
-    from common import Record, shown
+    from common import Record
 
     record = Record("chaos", [])
-    record.fields["command"] = f"make chaos CHAOS={shlex.quote(shlex.join(map(shown, sys.argv[1:])))}"
+    only = f" --only {shlex.quote(told.only)}" if told.only else ""
+    record.fields["command"] = f'make chaos CHAOS="--seed {told.seed} --count {told.count}{only}"'
     return record
 
 
@@ -100,7 +101,7 @@ class Runner:
 
     def __init__(self, world: World, total: int, told: argparse.Namespace) -> None:
         self._world, self._total, self._keep, self._out = world, total, told.keep, told.out
-        self._record = make_record() if told.out else None
+        self._record = make_record(told) if told.out else None
         self._end = time.monotonic() + 60 * told.minutes if told.minutes else float("inf")
         self._one_at_a_time = {"ray": threading.Lock(), "vllm": threading.Lock()}
         self._lock = threading.Lock()
