@@ -112,7 +112,6 @@ def make_config(options: argparse.Namespace, model: Path, rows: Path, plan: Plan
                 "batch_groups": plan.groups,
                 "token_budget": max(options.token_budget, context),
                 "minibatches": options.minibatches,
-                "gpu_share": options.gpu_share,
                 "lr": 1e-6,
             },
             "checkpoint": {"every": 10**6},
@@ -324,25 +323,27 @@ def timeline(events: list[Any], begin: float, end: float) -> Message:
     return {"seconds": round(end - begin, 2), "engine": looks, "trainer": steps, "swaps": swaps}
 
 
-def generation_alone(item: Message) -> float:
-    """Tokens a second of the engine in the measured time while nothing was trained; NaN if there was no such time."""
+def generation_alone(item: Message) -> float | None:
+    """Tokens a second of the engine in the measured time while nothing was trained; None if there was no such time."""
     tokens = seconds = 0.0
     steps = item["timeline"]["trainer"]
     for (before, *_), (at, *_, speed) in itertools.pairwise(item["timeline"]["engine"]):
         if not any(begin < at and before < begin + length for begin, length in steps):
             tokens, seconds = tokens + speed * (at - before), seconds + at - before
-    return tokens / seconds if seconds else float("nan")
+    return tokens / seconds if seconds else None
 
 
 def add_ceiling(results: list[Message]) -> None:
     """Beside each asynchronous arm, what an ideal schedule without overlap would give."""
     for item in results:
         base = next((r for r in results if r["eta"] == 0 and _comparable(r, item)), None)
-        if base is not None and item["eta"] and item["kv"] == "keep":
+        if base is None or not item["eta"] or item["kv"] != "keep":
+            continue
+        if (alone := generation_alone(item)) is not None:
             tokens = item["tokens"] / item["steps"]
             train_s = base["train_s"] * tokens / (base["tokens"] / base["steps"])
-            item["generation_alone"] = generation_alone(item)
-            item["ceiling"] = tokens / (tokens / item["generation_alone"] + train_s)
+            item["generation_alone"] = alone
+            item["ceiling"] = tokens / (tokens / alone + train_s)
 
 
 def _comparable(one: Message, other: Message) -> bool:
@@ -414,7 +415,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--kv-tokens", type=int, default=1_800_000, help="key/value memory")
     parser.add_argument("--token-budget", type=int, default=16896, help="most tokens of a micro-batch")
     parser.add_argument("--minibatches", type=int, default=1, help="more than one makes proximal passes necessary")
-    parser.add_argument("--gpu-share", type=float, default=1.0, help="most of the multiprocessors the trainer uses")
     parser.add_argument("--cold", action="store_true", help="without the warm-up")
     parser.add_argument("--seed", type=int, default=0, help="of lengths, prompts and sampling")
     parser.add_argument("--out", type=Path, default=RESULTS_DIR / "async_gpu.json", help="where the record goes")

@@ -57,12 +57,6 @@ def side_by_side(config: Config) -> Iterator[None]:
                 _stop(service, places)
 
 
-def take_share(share: float) -> None:
-    """This process computes on no more than a part of a GPU that it shares; to be said before it first uses the GPU."""
-    if share < 1 and _PLACES[0] in os.environ:
-        os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{100 * share:g}"
-
-
 def _start(places: dict[str, str]) -> "subprocess.Popen[bytes] | None":
     """The service in the foreground, as a child that does not outlive this process; None if it does not come up."""
     environment = {**os.environ, **places}

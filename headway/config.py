@@ -180,7 +180,6 @@ class TrainerSection(Section):
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     compile: bool = Field(True, description="compile the model's blocks on a GPU: faster, after a slow first step")
     logprob_chunk: int = Field(2048, ge=1, description="tokens whose logits exist at one time")
-    gpu_share: float = Field(1.0, gt=0, le=1, description="most of a GPU's multiprocessors to use beside an engine")
     threads: int = Field(2, ge=1, description="CPU threads of a trainer rank")
     max_skipped: int = Field(3, ge=1, description="non-finite steps in a row that end the run")
 

@@ -22,7 +22,7 @@ number that is not finite is written as null. The controller is the only writer.
   evaluated     label (before, step, after), version, version_last, accuracy, num, mean_tokens, seconds
   checkpointed  version, slot (a, b), seconds
   checkpoint_failed  version, slot, cause; the slot's older checkpoint stays, and the next occasion tries again
-  worker_lost   worker, cause, groups (begun again elsewhere, under their own ids)
+  worker_lost   worker, cause, groups (begun again elsewhere, under their own ids); a start that fails is a loss too
   worker_restarted  worker, life (how often it was lost), seconds (it was away); it serves again from here
   continued     engine (the one lost or left), requests (that go on elsewhere), tokens (they bring), seconds (the
                 longest of them was nowhere)

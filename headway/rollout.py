@@ -177,7 +177,7 @@ class RolloutWorker:
     # Verdicts
 
     async def verify(self, task: dict[str, Any], text: str) -> float:
-        """A pool that dies costs this text another try, with the next pool."""
+        """A pool that dies, or a connection to it that breaks, costs this text another try."""
         for _ in range(_NUM_POOLS_TRIED):
             pool, life = self._rewards, self._rewards_life
             assert pool is not None

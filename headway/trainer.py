@@ -30,7 +30,6 @@ from torch import Tensor
 
 from headway import checkpoint
 from headway.collective import Ranks
-from headway.colocation import take_share
 from headway.config import AlgorithmSection, ModelSection, TrainerSection, WeightsSection
 from headway.errors import ConfigError, InvariantBroken, OutOfMemory, RunFailed
 from headway.losses import PolicyLossInput, PolicyLossOutput, decoupled_ppo, merge_metrics, naive_ppo
@@ -88,7 +87,6 @@ class Trainer:
         self.ranks = ranks or Ranks()
         self.version = 0
         self._model_path, self._dtype = model.path, DTYPES[model.dtype]
-        take_share(section.gpu_share)
         self.device = find_device("trainer.device", section.device, self._dtype)
         self._publish_on_device = weights.transport == "cuda"
         self._publisher = _make_publisher(self.device, weights, self.ranks)

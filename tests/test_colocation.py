@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headway.colocation import CONTROL, shares_gpu, side_by_side, take_share
+from headway.colocation import CONTROL, shares_gpu, side_by_side
 from headway.config import Config, validate
 
 SERVICE = """#!/bin/sh
@@ -95,17 +95,3 @@ def test_nothing_is_started_where_nothing_is_shared(tmp_path: Path, monkeypatch:
     install(tmp_path, monkeypatch, fail="exit 1")
     with side_by_side(colocated("cuda", "cpu")):
         assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
-
-
-def test_a_share_is_taken_only_of_a_gpu_that_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-    monkeypatch.setenv(limit, "so that it is put back")
-    monkeypatch.delenv(limit)
-    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
-    take_share(0.5)
-    assert limit not in os.environ
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "there")
-    take_share(1.0)
-    assert limit not in os.environ
-    take_share(0.625)
-    assert os.environ[limit] == "62.5"

@@ -370,4 +370,4 @@ def test_a_server_that_does_not_fit_is_refused_in_one_sentence(
         weights_dir=str(tmp_path / "none")
     )
     if not spans:
-        assert "engine.kv_on_swap = keep needs that; start it with --enable-scale-out" in refusal(kv_on_swap="keep")
+        assert "engine.kv_on_swap = keep needs that; serve with --enable-scale-out" in refusal(kv_on_swap="keep")

@@ -404,7 +404,7 @@ def test_servers_that_do_not_fit_are_refused_in_one_sentence_each(
     assert refusal(tiny_model, WireServer(tiny_model), mode=RAW) == (
         "the vLLM server at URL gives processed_logprobs; start it with --logprobs-mode raw_logprobs"
     )
-    assert "engine.kv_on_swap = keep needs that; start it with --enable-scale-out (vLLM 0.32), or set" in refusal(
+    assert "engine.kv_on_swap = keep needs that; serve with --enable-scale-out (vLLM 0.32), or set" in refusal(
         tiny_model, WireServer(tiny_model, scale_out=False), kv_on_swap="keep"
     )
     wide = tiny_variant("llama-wide")  # 512 tokens against 52

@@ -116,7 +116,7 @@ class Host:
         if self._section.kv_on_swap == "keep":
             raise ConfigError(
                 f"{what} does not say which weights sampled a token, and engine.kv_on_swap = keep needs that; "
-                "start it with --enable-scale-out (vLLM 0.32), or set engine.kv_on_swap = recompute"
+                "serve with --enable-scale-out (vLLM 0.32), or set engine.kv_on_swap = recompute"
             )
 
     async def _load_served(self) -> None:
