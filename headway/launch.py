@@ -27,7 +27,7 @@ from headway.fit import check_fit
 from headway.fleet import Fleet, make_private, open_runtime, start_generation, start_trainer, until_failure
 from headway.ledger import Ledger, RunState, fold, ledger
 from headway.metrics import Metrics
-from headway.prompts import PromptStream, load_prompts
+from headway.prompts import PromptStream, check_there, load_prompts
 from headway.record import EVENTS_NAME, RunLog
 from headway.report import Summary, write_report
 from headway.runtime import check_ray
@@ -65,7 +65,10 @@ class Prepared:
 
 def prepare(config: Config) -> Prepared:
     """Follow every reference of the config; the first thing that cannot work is one sentence."""
-    from headway.models import load_config, model_shape
+    _check_path(config.model.path)
+    for reference in (config.task.train, config.task.eval):
+        check_there(reference)
+    from headway.models import load_config, model_shape  # takes seconds, which a wrong path need not wait for
     from headway.rollout import check_workflow
 
     if config.run.runtime == "ray":
@@ -73,7 +76,6 @@ def prepare(config: Config) -> Prepared:
     check_devices(config)
     _check_vllm(config.engine.vllm_python)
     check_workflow(config.rollout.workflow)
-    _check_path(config.model.path)
     model_config = load_config(config.model.path)
     tokenizer = load_tokenizer(config.model.path)
     context = config.engine.max_context or model_config.max_position_embeddings
@@ -190,7 +192,8 @@ def probe(prompts: list[Prompt], longest: int = _PROBE_TOKENS) -> tuple[Ints, ..
 
 async def train(config: Config, resume: bool, view: View) -> Summary:
     """A whole run, from nothing or from where it was interrupted."""
-    prepared = prepare(config)
+    with view.phase("reading the model and the prompts"):
+        prepared = prepare(config)
     directory = Path(config.run.dir)
     _claim(directory, prepared, resume)
     make_private(directory)
@@ -322,7 +325,8 @@ def hardware() -> dict[str, Any]:
 
 async def rollout_only(config: Config, num_groups: int, view: View) -> list[Group]:
     """The generating half alone: groups of the model as it is."""
-    prepared = prepare(config)
+    with view.phase("reading the model and the prompts"):
+        prepared = prepare(config)
     stream = PromptStream(prepared.prompts, config.run.seed)
     room = asyncio.Semaphore(2 * config.engine.max_num_seqs * config.engine.count)
     async with open_runtime(config, Path(config.run.dir)) as runtime:
@@ -374,7 +378,8 @@ async def evaluate_only(config: Config, view: View) -> "Evaluation":
     """Held-out accuracy of the model as it is."""
     from headway.evaluate import evaluate
 
-    prepared = prepare(config)
+    with view.phase("reading the model and the prompts"):
+        prepared = prepare(config)
     if not prepared.held_out:
         raise ConfigError("task.eval names no held-out rows; set it to evaluate")
     async with open_runtime(config, Path(config.run.dir)) as runtime:

@@ -33,9 +33,14 @@ def load_rows(reference: str) -> list[Row]:
     return rows
 
 
+def check_there(reference: str) -> None:
+    """That a .jsonl file exists, for whoever wants to know before anything is loaded."""
+    if reference.endswith(".jsonl") and not Path(reference).is_file():
+        raise ConfigError(f"dataset {reference} does not exist")
+
+
 def _read_jsonl(path: Path) -> list[Row]:
-    if not path.is_file():
-        raise ConfigError(f"dataset {path} does not exist")
+    check_there(str(path))
     rows: list[Row] = []
     try:
         lines = path.read_text(encoding="utf-8").split("\n")

@@ -43,8 +43,8 @@ def model(tiny_variant: Callable[[str], str]) -> str:
 
 @pytest.fixture(scope="module", params=["spans", "no spans"])
 def server(request: pytest.FixtureRequest, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One server for all tests of a kind: with spans, or as vLLM is started by default."""
-    flags = ["--enable-scale-out"] if request.param == "spans" else []
+    """One server for all tests of a kind: with spans, or as a vLLM that has none is started."""
+    flags = ["--enable-scale-out"] if request.param == "spans" else ["--stream-interval", "8"]
     with running_server(model, tmp_path_factory.mktemp("server"), "--logprobs-mode", PROCESSED, *flags) as url:
         yield url
 

@@ -41,7 +41,9 @@ def test_knobs_become_arguments_of_the_server_and_the_users_own_come_last() -> N
     }
     whole_prompts = "--no-enable-chunked-prefill"
     assert words[12:] == ["--disable-uvicorn-access-log", "--enable-scale-out", whole_prompts, "--a", "b c"]
-    assert "--enable-scale-out" not in arguments(section, (0, 26, 0), served(), "bfloat16", RAW, 0.8)
+    assert "--stream-interval" not in words, "a request says it"
+    words = arguments(section, (0, 26, 0), served(), "bfloat16", RAW, 0.8)
+    assert "--enable-scale-out" not in words and words[words.index("--stream-interval") + 1] == "32"
     whole = EngineSection(kind="vllm", vllm_python="p", device="cuda:1")
     words = arguments(whole, (0, 32, 0), served(), "bfloat16", RAW, 0.3)
     assert words[words.index("--max-model-len") + 1] == "512"
