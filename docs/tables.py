@@ -17,7 +17,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
-DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("performance", "scaling", "survival", "vllm")))
+DOCUMENTS = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "scaling", "survival", "vllm")),
+)
 _TABLE = re.compile(r"(<!-- table: (\w+)(?: of (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Record = dict[str, Any]
@@ -135,31 +138,26 @@ def trainer(record: Record) -> str:
 
 
 def async_gpu(record: Record) -> str:
+    kept = [item for item in record["repetitions"] if item["kv"] == "keep"]
+    kinds = list(dict.fromkeys((item["size"], item["lengths"]) for item in kept))
     rows = []
-    for item in record["repetitions"]:
-        if item["kv"] != "keep":
-            continue
-        base = next((other for other in record["repetitions"] if other["eta"] == 0 and _alike(other, item)), None)
+    for item in sorted(kept, key=lambda item: (kinds.index((item["size"], item["lengths"])), item["eta"])):
+        base = next((other for other in kept if other["eta"] == 0 and _alike(other, item)), None)
         speed = base["tokens_per_s"] if base else float("nan")
-        ratio, ceiling = f"{item['tokens_per_s'] / speed:.2f}×", ""
-        if "ceiling" in item:
-            ceiling = f"{item['ceiling'] / speed:.2f}×"
+        ceiling = f"{item['ceiling'] / speed:.2f}×" if "ceiling" in item else ""
         times = [f"{item['wall_s'] / item['steps']:.1f}", f"{item['train_s']:.1f}"]
         age = f"{item['staleness_mean']:.1f} / {item['staleness_max']}"
-        numbers = [f"{item['tokens_per_s']:,.0f}", ratio, ceiling, *times, age]
+        numbers = [*_speeds(item), f"{item['tokens_per_s'] / speed:.2f}×", ceiling, *times, age]
         rows.append([item["size"], item["lengths"], str(item["eta"]), *numbers])
-    headings = [
-        "batch",
-        "lengths",
-        "η",
-        "effective tokens/s",
-        "against η = 0",
-        "ceiling",
-        "s a step",
-        "of it training",
-        "staleness mean / max",
-    ]
-    return table(headings, rows) + f"\n\n{source(record)}"
+    headings = ["batch", "lengths", "η", *_SPEEDS, "against η = 0", "ceiling", "s a step", "of it training"]
+    return table([*headings, "staleness mean / max"], rows) + f"\n\n{source(record)}"
+
+
+_SPEEDS = ("effective tokens/s", "generated meanwhile")
+
+
+def _speeds(item: Record) -> list[str]:
+    return [f"{item['tokens_per_s']:,.0f}", f"{item['generated_per_s']:,.0f}"]
 
 
 def _alike(one: Record, other: Record) -> bool:
@@ -173,9 +171,9 @@ def interrupt(record: Record) -> str:
         if not _alike(item, drained) or item["eta"] != drained["eta"]:
             continue
         pauses = f"{item['pause_ms']['mean']:.1f} / {item['pause_ms']['max']:.1f}"
-        speed = [f"{item['tokens_per_s']:,.0f}", f"{item['tokens_per_s'] / drained['tokens_per_s']:.2f}×"]
-        rows.append([item["kv"], *speed, pauses, f"{item['staleness_mean']:.1f}"])
-    headings = ["at a swap", "effective tokens/s", "against draining", "pause ms mean / max", "mean staleness"]
+        ratio = f"{item['tokens_per_s'] / drained['tokens_per_s']:.2f}×"
+        rows.append([item["kv"], *_speeds(item), ratio, pauses, f"{item['staleness_mean']:.1f}"])
+    headings = ["at a swap", *_SPEEDS, "against draining", "pause ms mean / max", "mean staleness"]
     return table(headings, rows) + f"\n\n{source(record)}"
 
 
