@@ -173,7 +173,7 @@ def workloads(options: argparse.Namespace) -> dict[str, list[int]]:
     even = {f"{n} × {options.output_length}": [options.output_length] * n for n in options.requests}
     if not options.uneven:
         return even
-    lengths = LongTailed(mean=4096, longest=16384, spread=0.7, shortest=256)
+    lengths = LongTailed(mean=8192, longest=16384, spread=0.5, shortest=4096)
     return even | {f"{options.uneven} uneven": [lengths.length(i) for i in range(options.uneven)]}
 
 
@@ -231,10 +231,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="headway bench engine_gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-1.5b", help="shape of the model")
     parser.add_argument("--systems", nargs="+", choices=LOADERS, default=list(LOADERS), help="who takes part")
-    parser.add_argument("--requests", nargs="+", type=int, default=[64, 256, 1024], help="concurrent requests")
+    parser.add_argument("--requests", nargs="*", type=int, default=[64, 256, 1024], help="concurrent requests")
     parser.add_argument("--prompt-length", type=int, default=128)
     parser.add_argument("--output-length", type=int, default=512)
-    parser.add_argument("--uneven", type=int, default=0, help="also so many requests of 256 to 16,384 tokens")
+    parser.add_argument("--uneven", type=int, default=0, help="also so many requests of 4,096 to 16,384 tokens")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--vllm-path", default="", help="put before PYTHONPATH for vLLM's process")
