@@ -277,7 +277,7 @@ def _trigger(scenario: Scenario, directory: Path, alive: Callable[[], bool]) -> 
 
 
 def repair(scenario: Scenario, run: Path) -> None:
-    """What a person would do before a resume."""
+    """What a person would do: a disk that stays full ends a run sooner or later."""
     if scenario.victim == "disk":
         (run.parent / "ballast").unlink(missing_ok=True)
 

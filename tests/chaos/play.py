@@ -1,6 +1,7 @@
 """Plays the scenarios of a run: begins it, does the harm, sees it recover or end and resumes it, and judges it."""
 
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -197,6 +198,7 @@ class Play:
                 if not last.passed:
                     self._leave()
                     self.left_behind()
+                    self._keep()
                 last.seconds = time.monotonic() - started
                 tell(last)
                 if not last.passed or last.outcome == "finished":
@@ -207,6 +209,11 @@ class Play:
         if self.process is not None:
             self.process.__exit__()
             self.process = None
+
+    def _keep(self) -> None:
+        """What lies on a disk that is about to go, for whoever looks into it."""
+        if self.run.has_small_disk:
+            shutil.copytree(self.run_directory, self.directory / "run")
 
     # One scenario
 
@@ -223,12 +230,12 @@ class Play:
             raise AssertionError(f"the run was over before the fault:\n{tail(self._output)}") from None
         before = fold(self.events()).num_trained
         ended = not self._await_recovery(scenario, first, before, not was_down)
+        repair(scenario, self.run_directory)
         self._judge(verdict, first)
         if ended:
             self._judge_end(verdict)
             verdict.problems += self.left_behind()
         if ended and verdict.passed and verdict.outcome != "finished":
-            repair(scenario, self.run_directory)
             self._start()
             before = fold(self.events()).num_trained
             if not self._await_recovery(scenario, len(self.events()), before, noticed=False):
