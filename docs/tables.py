@@ -4,7 +4,7 @@
     python docs/tables.py --check  fail if a document differs from what its records say
 
 A document holds a table between `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a record and a function here;
-or `<!-- table: NAME of RECORD -->` where they have different names.
+or `<!-- table: NAME of RECORD -->` where they have different names. `goals` is made of several records.
 """
 
 import json
@@ -249,6 +249,56 @@ def real_run(record: Record) -> str:
     return table(["", ""], rows) + f"\n\n{source(record)}"
 
 
+def load(name: str) -> Record:
+    return json.loads((RESULTS / f"{name}.json").read_text()) | {"file": name}
+
+
+def goals() -> str:
+    """What was set out for on one H200, beside what the records have."""
+    rows = [_goal_of_engine(*goal) for goal in ((64, 20_000, 0), (256, 60_000, 2), (1024, 80_000, 4))]
+    small = load("engine_smollm2")["figures"]["1024 × 512"]["tokens_per_s"]["headway"]["best"]
+    rows.append(["the same with SmolLM2-135M's shape, tokens/s", "150,000", f"{small:,.0f}", _met(small >= 150_000)])
+    speed = load("trainer")["figures"]["headway"]["best"]
+    rows.append(["a training step, TFLOP/s", "400", f"{speed:.0f}", _met(speed >= 400)])
+    packed = load("packing")["figures"]["ratio_to_fixed"]["dynamic, by FLOPs"]
+    rows.append(["dynamic micro-batches against fixed ones", "1.06×", f"{packed:.2f}×", _met(packed >= 1.06)])
+    rows += [_goal_of_async(*goal) for goal in (("16×8", 2.5), ("16×16", 2.0), ("32×16", 0.0), ("64×16", 1.25))]
+    arms = {
+        item["kv"]: item for item in load("async_eta")["repetitions"] if item["eta"] == 4 and "2048" in item["lengths"]
+    }
+    ratio = arms["keep"]["tokens_per_s"] / arms["drain"]["tokens_per_s"]
+    rows.append(["interruptible against draining", "1.12×", f"{ratio:.2f}×", _met(ratio >= 1.12)])
+    pause = max(load("swap")["figures"]["keep"]["pause_ms"])
+    rows.append(["pause for new weights of 1.5B, ms", "at most 50", f"{pause:.1f}", _met(pause <= 50)])
+    kl = load("parity")["repetitions"]["bfloat16"]["kl"]
+    rows.append(["KL(engine‖trainer) a token, bf16", "below 1e-3", f"{kl:.1e}", _met(kl < 1e-3)])
+    return table(["on one H200", "wanted", "seen", ""], rows)
+
+
+def _goal_of_engine(num: int, wanted: float, over: float) -> list[str]:
+    found = load("engine_gpu")["figures"][f"{num} × 512"]
+    speed, ratio = found["tokens_per_s"]["headway"]["best"], found["headway_over"]["vllm"]
+    asked = f"{wanted:,.0f}" + (f", {over:g}× vLLM" if over else "")
+    met = _met(speed >= wanted and ratio >= over)
+    return [f"the engine at {num:,} requests, tokens/s", asked, f"{speed:,.0f}, {ratio:.2f}× vLLM", met]
+
+
+def _goal_of_async(size: str, wanted: float) -> list[str]:
+    ratios = []
+    for name in ("async_gpu", "async_eta", "async_large"):
+        arms = {arm["eta"]: arm for arm in load(name)["repetitions"] if (arm["size"], arm["kv"]) == (size, "keep")
+                and "2048" in arm["lengths"]}  # fmt: skip
+        if arms:
+            ratios.append(arms[4]["tokens_per_s"] / arms[0]["tokens_per_s"])
+    seen = " and ".join(f"{ratio:.2f}×" for ratio in ratios) or "not measured yet"
+    met = _met(min(ratios) >= wanted) if ratios else ""
+    return [f"η = 4 against η = 0, {size}", f"{wanted:g}×" if wanted else "", seen, met]
+
+
+def _met(yes: bool) -> str:
+    return "" if yes else "missed"
+
+
 RENDERERS: dict[str, Callable[[Record], str]] = {
     "engine": engine,
     "async": async_,
@@ -273,10 +323,9 @@ def rendered(document: Path) -> str:
     """The document with its tables as the records have them."""
 
     def replace(found: re.Match[str]) -> str:
-        file = found[3] or found[2]
-        record = json.loads((RESULTS / f"{file}.json").read_text()) | {"file": file}
         results = RESULTS.relative_to(document.parent).as_posix()
-        return found[1] + RENDERERS[found[2]](record).replace("RESULTS", results) + "\n" + found[4]
+        text = goals() if found[2] == "goals" else RENDERERS[found[2]](load(found[3] or found[2]))
+        return found[1] + text.replace("RESULTS", results) + "\n" + found[4]
 
     return _TABLE.sub(replace, document.read_text())
 
