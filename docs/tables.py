@@ -137,6 +137,9 @@ def trainer(record: Record) -> str:
     return table(["TFLOP/s", "best", "median", "worst"], rows) + f"\n\n{source(record)}"
 
 
+_SPEEDS = ("effective tokens/s", "generated meanwhile")
+
+
 def async_gpu(record: Record) -> str:
     kept = [item for item in record["repetitions"] if item["kv"] == "keep"]
     kinds = list(dict.fromkeys((item["size"], item["lengths"]) for item in kept))
@@ -151,9 +154,6 @@ def async_gpu(record: Record) -> str:
         rows.append([item["size"], item["lengths"], str(item["eta"]), *numbers])
     headings = ["batch", "lengths", "η", *_SPEEDS, "against η = 0", "ceiling", "s a step", "of it training"]
     return table([*headings, "staleness mean / max"], rows) + f"\n\n{source(record)}"
-
-
-_SPEEDS = ("effective tokens/s", "generated meanwhile")
 
 
 def _speeds(item: Record) -> list[str]:
@@ -244,6 +244,7 @@ def real_run(record: Record) -> str:
         ["staleness", f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}"],
         ["engine busy, trainer busy", f"{summary['engine_busy_share']:.0%}, {summary['trainer_busy_share']:.0%}"],
         ["GPU busy by its own account", f"{gpu['utilization_percent']:.0f}%, {gpu['power_w']:.0f} W"],
+        ["log-prob of a sampled token, engine against trainer", f"{summary['sampled_gap_max_abs']:.2f} at most"],
         ["pause for new weights", f"mean {summary['pause_ms_mean']:.0f} ms, max {summary['pause_ms_max']:.0f} ms"],
     ]
     return table(["", ""], rows) + f"\n\n{source(record)}"

@@ -212,7 +212,7 @@ class Play:
 
     def _keep(self) -> None:
         """What lies on a disk that is about to go, for whoever looks into it."""
-        if self.run.has_small_disk:
+        if self.run.has_small_disk and self.run_directory.exists():
             shutil.copytree(self.run_directory, self.directory / "run")
 
     # One scenario
