@@ -114,3 +114,39 @@ def make_stage(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Any
     from stage import stage_maker
 
     return stage_maker(tiny_model, tmp_path_factory.mktemp("stages"))
+
+
+@pytest.fixture(scope="module")
+def stage(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two trainer ranks in processes of their own (`ranked.Stage`)."""
+    from ranked import Stage
+
+    made = Stage(tiny_model, 2, tmp_path_factory.mktemp("ranks"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def publisher() -> Any:
+    """One that serves its weights over connections (`weights.Publisher`)."""
+    from headway.weights import Publisher
+
+    made = Publisher(["stream"])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights travel in many pieces."""
+    from headway import weights
+
+    monkeypatch.setattr(weights, "_BUCKET_BYTES", 1000)
+
+
+@pytest.fixture
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who fetches weights tries again at once."""
+    from headway import weight_stream
+
+    monkeypatch.setattr(weight_stream, "_PAUSE_S", 0.001)

@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranked import Stage
 from system import HeadwayProcess, check_finished, check_record, write_config
-from test_ranks import FP32_ROUNDING, SEQUENCES, batch_of, losses, stale
+from test_ranks import FP32_ROUNDING, SEQUENCES, batch_of, stale
+from test_ranks_saved import losses
 from training import distance, make_batch, plain_model, trained_gradients
 from transformers import AutoModelForCausalLM, Qwen3Config
 

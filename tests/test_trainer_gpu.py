@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_trainer import spoilt_temperature, stale_batch, weights_of
+from test_trainer_trouble import spoilt_temperature
 from torch import Tensor
 from torch._dynamo.utils import counters
 from training import (
@@ -22,8 +22,10 @@ from training import (
     reference_loss,
     rows_of,
     same_bits,
+    stale_batch,
     state_of,
     trained_gradients,
+    weights_of,
 )
 
 from headway import trainer as trainer_module

@@ -1,91 +1,36 @@
-"""The vLLM engine against a small server that speaks vLLM's wire format: swaps at exact moments, and everything that
-can go wrong with a server, in seconds. What real servers do is in test_vllm.py.
+"""The vLLM engine against a small server that speaks vLLM's wire format: swaps at exact moments, in seconds.
+Servers that fail are in test_vllm_trouble.py, real ones in test_vllm.py.
 
-Invariant 3: versions are the engine's. Invariant 15: nothing hangs.
+Invariant 3: versions are the engine's.
 """
 
 import asyncio
 import dataclasses
 import io
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp import web
-from driving import complete, group_of, make_request, plain_model, prompt, teacher_forced
+from driving import complete, group_of, make_request, prompt
 from system import check_finished, events_of, make_config
+from vllm_driving import BOUND, Updates, pair, steps
 from vllm_servers import Watched
 from vllm_wire import WireServer, run, until
 
 from headway import launch
-from headway.config import EngineSection
-from headway.engine.vllm import VllmEngine, wire
+from headway.engine.vllm import wire
 from headway.engine.vllm.client import Client
 from headway.engine.vllm.live import Slots
 from headway.engine.vllm.wire import PROCESSED, RAW, Submission
-from headway.errors import ConfigError, DeadlineExceeded, InvariantBroken, RequestRefused, WeightMismatch, WorkerDied
+from headway.errors import InvariantBroken, RequestRefused, WeightMismatch
 from headway.events import Event
 from headway.models import named_weights
-from headway.types import Chunk, Completion, Sampling, StopReason
+from headway.types import Chunk, Sampling, StopReason
 from headway.view import PlainView
 from headway.weights import Publisher
 
-BOUND = 1e-5
 both = pytest.mark.parametrize("spans", [True, False], ids=["spans", "no spans"])
-
-
-@asynccontextmanager
-async def engine_on(
-    server: WireServer, path: str, deadline_s: float = 20.0, mode: str = PROCESSED, **settings: Any
-) -> AsyncIterator[VllmEngine]:
-    section = EngineSection(**{"kind": "vllm", "urls": server.url, "chunk_tokens": 4, **settings})
-    engine = VllmEngine(path, "float32", section, server.url, mode, deadline_s)
-    await engine.open()
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
-@asynccontextmanager
-async def pair(path: str, spans: bool = True, **settings: Any) -> AsyncIterator[tuple[WireServer, VllmEngine]]:
-    async with WireServer(path, scale_out=spans).listening() as server, engine_on(server, path, **settings) as engine:
-        yield server, engine
-
-
-async def steps(server: WireServer, number: int) -> None:
-    """Let the server take so many steps, and no more."""
-    server.budget = number
-    await until(lambda: server.budget == 0)
-
-
-class Updates:
-    """Other weights under each next version."""
-
-    def __init__(self, path: str) -> None:
-        self.path, self.models, self.publisher = path, [plain_model(path)], Publisher()
-
-    async def stage(self, engine: VllmEngine) -> int:
-        version = len(self.models)
-        self.models.append(plain_model(self.path, noise_seed=version))
-        await engine.stage_weights(self.publisher.publish(version, named_weights(self.models[-1])))
-        return version
-
-    async def swap(self, engine: VllmEngine, kv: Any) -> Any:
-        return await engine.swap(await self.stage(engine), kv)
-
-    def check(self, one: Watched, completion: Completion, num_given: int = 0) -> None:
-        """Each token's log-prob is that of the weights it is stamped with; chunks tell the same as the completion."""
-        tokens = np.concatenate([one.request.tokens, completion.tokens])
-        rows = np.stack([teacher_forced(model, tokens) for model in self.models])
-        exact = rows[completion.versions, np.arange(len(one.request.tokens), len(tokens))]
-        assert np.abs(exact - completion.logprobs)[num_given:].max() < BOUND
-        for name in ("tokens", "logprobs", "versions"):
-            told = np.concatenate([getattr(chunk, name) for chunk in one.chunks])
-            assert np.array_equal(told, getattr(completion, name)[num_given:])
 
 
 # Swaps
@@ -332,131 +277,6 @@ def test_stats_are_the_servers_metrics_and_our_own_counts(tiny_model: str) -> No
             assert (stats.num_prefilled, stats.kv_used, stats.kv_total) == (9, 512, 2048) and stats.busy_s > 0
 
     run(scenario())
-
-
-# Servers that fail
-
-
-def test_an_engine_core_that_dies_fails_every_request_with_its_words(tiny_model: str) -> None:
-    async def scenario() -> None:
-        async with pair(tiny_model) as (server, engine):
-            server.budget = 0
-            watched = [Watched(engine, request) for request in group_of(3, prompt(9))]
-            await until(lambda: len(server.jobs) == 3)
-            await steps(server, 2)
-            server.fail("EngineCore encountered an issue.")
-            for one in watched:
-                with pytest.raises(WorkerDied, match=r"the vLLM server at http.* failed: EngineCore encountered"):
-                    await one.task
-            await until(lambda: engine._host.failure is not None)
-            with pytest.raises(WorkerDied, match="says that its engine is dead"):
-                await engine.stats()
-
-    run(scenario())
-
-
-def test_a_server_that_vanishes_fails_what_waits_for_it(tiny_model: str) -> None:
-    async def scenario() -> None:
-        async with WireServer(tiny_model).listening() as server, engine_on(server, tiny_model) as engine:
-            server.broken["/inference/v1/generate"] = 502
-            with pytest.raises(WorkerDied, match="/inference/v1/generate answered 502: out of order"):
-                await complete(engine, make_request(prompt(9)))
-            with pytest.raises(WorkerDied, match="answered 502"):
-                await engine.score((prompt(9),), 1.0)
-
-    run(scenario())
-
-
-def test_invariant_15_a_silent_server_is_named_when_its_deadline_has_passed(tiny_model: str) -> None:
-    async def scenario() -> None:
-        async with WireServer(tiny_model).listening() as server, engine_on(server, tiny_model, 1.0) as engine:
-            server.budget = 0
-            with pytest.raises(DeadlineExceeded, match="did not answer /inference/v1/generate within 1 s"):
-                await complete(engine, make_request(prompt(9)))
-            server.deaf.add("/pause")
-            with pytest.raises(DeadlineExceeded, match="did not answer /pause within 1 s"):
-                await Updates(tiny_model).swap(engine, "recompute")
-
-    run(scenario())
-
-
-def refusal(path: str, server: WireServer, mode: str = PROCESSED, **settings: Any) -> str:
-    async def scenario() -> None:
-        async with server.listening(), engine_on(server, path, mode=mode, **settings):
-            pass
-
-    with pytest.raises(ConfigError) as error:
-        run(scenario())
-    assert "\n" not in str(error.value)
-    return str(error.value).replace(server.url, "URL")
-
-
-def test_servers_that_do_not_fit_are_refused_in_one_sentence_each(
-    tiny_model: str, tiny_variant: Callable[[str], str]
-) -> None:
-    assert refusal(tiny_model, WireServer(tiny_model, dev_mode=False)) == (
-        "the vLLM server at URL has no endpoints for weights; start it with VLLM_SERVER_DEV_MODE=1 in its environment"
-    )
-    assert refusal(tiny_model, WireServer(tiny_model, context=300)) == (
-        "the vLLM server at URL takes sequences of up to 300 tokens, and 512 are needed; start it with --max-model-len "
-        "512, or set engine.max_context = 300"
-    )
-    assert refusal(tiny_model, WireServer(tiny_model), mode=RAW) == (
-        "the vLLM server at URL gives processed_logprobs; start it with --logprobs-mode raw_logprobs"
-    )
-    assert "engine.kv_on_swap = keep needs that; serve with --enable-scale-out (vLLM 0.32), or set" in refusal(
-        tiny_model, WireServer(tiny_model, scale_out=False), kv_on_swap="keep"
-    )
-    wide = tiny_variant("llama-wide")  # 512 tokens against 52
-    assert refusal(tiny_model, WireServer(wide)).startswith("the vLLM server at URL cannot load")
-    assert refusal(wide, WireServer(tiny_model)).startswith("the vLLM server at URL cannot load")
-    assert "set engine.weights_dir to a directory that both can see" in refusal(
-        tiny_model, broken(WireServer(tiny_model), "/collective_rpc")
-    )
-    assert refusal(tiny_model, broken(WireServer(tiny_model), "/v1/models", 401)) == (
-        "the vLLM server at URL answers /v1/models with 401 (out of order); start it without what forbids that"
-    )
-    other = WireServer(tiny_variant("llama-untied"))
-    other.stale_loads = True
-    assert "serves another model than" in refusal(
-        tiny_model, other
-    ) and "nats a token, and 0.01 is the bound" in refusal(tiny_model, other)
-
-
-def broken(server: WireServer, path: str, status: int = 500) -> WireServer:
-    server.broken[path] = status
-    return server
-
-
-def test_what_is_no_vllm_server_is_refused_in_one_sentence(tiny_model: str) -> None:
-    async def scenario(body: str, status: int) -> None:
-        app = web.Application()
-
-        async def page(request: web.Request) -> web.Response:
-            return web.Response(text=body, status=status)
-
-        app.add_routes([web.get("/version", page)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        try:
-            section = EngineSection(kind="vllm", urls=url)
-            with pytest.raises(ConfigError, match=r"is none that answers as vLLM does; check engine\.urls") as error:
-                await VllmEngine(tiny_model, "float32", section, url, PROCESSED, 5.0).open()
-            assert url in str(error.value) and "\n" not in str(error.value)
-        finally:
-            await runner.cleanup()
-
-    for body, status in (("<html>\nhello</html>", 200), ("[]", 200), ('{"version": 3}', 200), ("{}", 404)):
-        run(scenario(body, status))
-
-
-def test_an_address_where_nobody_listens_is_refused_in_one_sentence(tiny_model: str) -> None:
-    section = EngineSection(kind="vllm", urls="http://127.0.0.1:9")
-    engine = VllmEngine(tiny_model, "float32", section, "http://127.0.0.1:9", PROCESSED, 5.0)
-    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9 is none that answers as vLLM does; check engine\.urls"):
-        run(engine.open())
 
 
 # Whole runs

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_weight_stream import large, unreachable
+from streams import large, unreachable
 from test_weights import equal, is_untouched, mismatch, numbered, receiver
 from torch import Tensor
 

@@ -211,3 +211,13 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )
+
+
+def weights_of(trainer: Trainer) -> dict[str, Tensor]:
+    """The masters, by their names in the plain model."""
+    named = trainer.masters.named.items()
+    return {name.removeprefix("model."): full_tensor(master.detach()).clone() for name, master in named}
+
+
+def stale_batch(path: str, version: int = 0, first: int = 0, num_groups: int = 4) -> Batch:
+    return near_policy(make_batch(version, num_groups, first), plain_model(path))
