@@ -283,7 +283,7 @@ def _goal_of_engine(num: int, wanted: float, over: float) -> list[str]:
 
 
 def _goal_of_async(size: str, wanted: float) -> list[str]:
-    found = [_long_tailed(name, size) for name in ("async_gpu", "async_eta", "async_large")]
+    found = [_long_tailed(name, size) for name in ("async_gpu", "async_eta", "async_large", "async_32")]
     ratios = [speeds[4, "keep"] / speeds[0, "keep"] for speeds in found if speeds]
     seen = " and ".join(f"{ratio:.2f}×" for ratio in ratios) or "not measured yet"
     met = _met(min(ratios) >= wanted) if ratios else ""

@@ -177,7 +177,9 @@ class TrainerSection(Section):
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW β2")
     adam_eps: float = Field(1e-5, gt=0, description="AdamW ε")
     clip_norm: float = Field(1.0, gt=0, description="largest gradient norm")
-    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    gradient_checkpointing: bool = Field(
+        False, description="recompute activations in the backward pass; where memory runs out, it begins by itself"
+    )
     compile: bool = Field(True, description="compile the model's blocks on a GPU: faster, after a slow first step")
     logprob_chunk: int = Field(2048, ge=1, description="tokens whose logits exist at one time")
     threads: int = Field(2, ge=1, description="CPU threads of a trainer rank")

@@ -10,7 +10,7 @@ Shape suffixes: T packed tokens of one micro-batch, M the sampled tokens among t
 import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,37 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.advantages import batch_advantages
+from headway.codec import noun
 from headway.config import AlgorithmSection
+from headway.errors import RunFailed
 from headway.models import CPU, to_device
 from headway.packing import pack
 from headway.types import Batch, Group, Sample, Share
 
 _BLANK = Sample(np.zeros(2, np.int32), np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.int32), 0.0, 1.0)
 """Nothing in it is trained. Two tokens: with one, compiled blocks would be compiled anew."""
+
+
+@noun
+class Fit:
+    """How passes are made to fit into memory; the gradient does not depend on it."""
+
+    token_budget: int
+    recompute: bool  # activations, in the backward pass, rather than keeping them
+
+    def tighter(self, longest: int) -> "Fit":
+        """The next to try: smaller micro-batches as far as the longest sequence allows, then recomputing."""
+        if self.token_budget > longest:
+            return replace(self, token_budget=max(longest, self.token_budget // 2))
+        if not self.recompute:
+            return replace(self, recompute=True)
+        raise RunFailed(
+            f"the GPU has too little memory to train a sequence of {longest} tokens; lower sampling.max_tokens or "
+            "engine.kv_tokens, or train on several GPUs"
+        )
+
+    def __str__(self) -> str:
+        return f"micro-batches of {self.token_budget} tokens" + ", activations recomputed" * self.recompute
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,11 +28,11 @@ from headway import checkpoint
 from headway.collective import Meeting, Place, join
 from headway.config import AlgorithmSection, ModelSection, TrainerSection, WeightsSection
 from headway.errors import DeadlineExceeded, HeadwayError, InvariantBroken, OutOfMemory, SaveFailed, WorkerDied
-from headway.microbatch import deal, shares_of
+from headway.microbatch import Fit, deal, shares_of
 from headway.models import DTYPES, find_device, load_config, model_shape
 from headway.packing import flops
 from headway.runtime import RemoteError, Runtime, offload, together, with_deadline
-from headway.trainer import Trainer, check_staleness, smaller_budget
+from headway.trainer import Trainer, check_staleness
 from headway.types import Batch, Floats, Ints, Scores, Share, StepReport, WeightUpdate
 from headway.weights import digest, joined
 
@@ -53,11 +53,11 @@ class Rank:
         section: TrainerSection,
         algorithm: AlgorithmSection,
         weights: WeightsSection,
-        token_budget: int,
+        fit: Fit,
     ):
         ranks = join(place, find_device("trainer.device", section.device, DTYPES[model.dtype]))
         self.trainer = Trainer(model, section, algorithm, None, weights, ranks)
-        self.trainer.token_budget = token_budget
+        self.trainer.make_fit(fit)
 
     async def close(self) -> None:
         await self.trainer.close()
@@ -121,12 +121,12 @@ class RankedTrainer:
         deadline_s: float,
         rank_class: type[Rank] = Rank,
     ):
-        """`directory` is for what is carried over when all ranks begin anew with smaller micro-batches."""
+        """`directory` is for what is carried over when all ranks begin anew with a tighter fit."""
         self._runtime, self._rank_class = runtime, rank_class
         self._model, self._section, self._algorithm = model, section, algorithm
         self._worst_staleness, self._weights = worst_staleness, weights
         self._directory, self._deadline_s = directory, deadline_s
-        self._token_budget = section.token_budget
+        self._fit = Fit(section.token_budget, section.gradient_checkpointing)
         self._cost = partial(flops, shape=model_shape(load_config(model.path)))
         self._names = list(section.placement)
         self._meeting: Meeting | None = None
@@ -143,7 +143,7 @@ class RankedTrainer:
 
     async def _start_rank(self, place: Place, device: str) -> Rank:
         section = self._section.model_copy(update={"device": device, "ranks": 1})
-        given = place, self._model, section, self._algorithm, self._weights, self._token_budget
+        given = place, self._model, section, self._algorithm, self._weights, self._fit
         return await self._runtime.start(self._names[place.rank], self._rank_class, *given, threads=section.threads)
 
     async def end(self) -> None:
@@ -162,7 +162,7 @@ class RankedTrainer:
         num_ranks, num_minibatches = len(self._names), self._section.minibatches
         shares = await asyncio.to_thread(shares_of, batch, self._algorithm, num_minibatches, num_ranks, self._cost)
         while True:
-            # The one error that smaller micro-batches mend, if all ranks make them.
+            # The one error that a tighter fit mends, if it is that of all ranks.
             try:
                 reports = await self._pass("train", [(share,) for share in shares])
                 break
@@ -218,11 +218,11 @@ class RankedTrainer:
             await asyncio.to_thread(checkpoint.finish, directory, saved[0][0], parts, extra)
 
     async def _begin_anew(self, longest: int) -> None:
-        """All ranks as new processes with smaller micro-batches, and the state they had before this training step."""
+        """All ranks as new processes with a tighter fit, and the state they had before this training step."""
         rescued = self._directory / _RESCUED
         # Nothing is left to wait for: the other ranks are stuck in a pass.
         try:
-            self._token_budget = smaller_budget(self._token_budget, longest)
+            self._fit = self._fit.tighter(longest)
             await self._save("rescue", rescued)
         except HeadwayError as error:
             raise await self._fail(error) from None

@@ -15,6 +15,7 @@ Invariants that live here:
  16. Replay: nothing here is random, so the same batches give the same weights.
 """
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -31,9 +32,9 @@ from torch import Tensor
 from headway import checkpoint
 from headway.collective import Ranks
 from headway.config import AlgorithmSection, ModelSection, TrainerSection, WeightsSection
-from headway.errors import ConfigError, InvariantBroken, OutOfMemory, RunFailed
+from headway.errors import ConfigError, InvariantBroken, OutOfMemory
 from headway.losses import PolicyLossInput, PolicyLossOutput, decoupled_ppo, merge_metrics, naive_ppo
-from headway.microbatch import MicroBatch, micro_batches, shares_of
+from headway.microbatch import Fit, MicroBatch, micro_batches, shares_of
 from headway.models import (
     DTYPES,
     Policy,
@@ -91,14 +92,12 @@ class Trainer:
         self._publish_on_device = weights.transport == "cuda"
         self._publisher = _make_publisher(self.device, weights, self.ranks)
         self._model = load_model(model.path, torch.float32)
-        if section.gradient_checkpointing:
-            self._model.gradient_checkpointing_enable({"use_reentrant": False})
         self.policy = Policy(self._model, section.logprob_chunk).train()
         self.masters = shard(self.policy, self._dtype, self.device)
         if section.compile and self.device.type == "cuda" and self._dtype != torch.float32:
             compile_blocks(self._model)
         self.optimizer = adamw(self.masters.named.values(), section, section.lr)
-        self.token_budget = section.token_budget
+        self.make_fit(Fit(section.token_budget, section.gradient_checkpointing))
         self._cost = partial(flops, shape=model_shape(self._model.config))
         self._before: dict[str, Tensor] | None = None  # the state a training step of several minibatches began with
         self._read: checkpoint.Checkpoint | None = None
@@ -153,17 +152,23 @@ class Trainer:
             metrics=_per_token(metrics) | {"lr": self.optimizer.param_groups[0]["lr"]},
         )
 
+    def make_fit(self, fit: Fit) -> None:
+        self.fit = fit
+        if fit.recompute:
+            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+
     def _train_as_fits(self, share: Share) -> tuple[dict[str, float], str]:
-        """The step with the micro-batches of the config, or with smaller ones from the first time those do not fit."""
+        """The step as the config says, or in a tighter way from the first time that does not fit."""
         while True:
-            # The one error that smaller micro-batches mend; the gradient does not depend on their size.
+            # The one error that a tighter fit mends.
             try:
                 return self._train_in_range(share)
             except torch.OutOfMemoryError as error:
                 # The others wait for this rank in the middle of a pass: only beginning anew can bring them together.
                 if self.ranks.num > 1:
-                    raise OutOfMemory(f"micro-batches of {self.token_budget} tokens do not fit: {error}") from error
-                self.token_budget = smaller_budget(self.token_budget, share.longest)
+                    raise OutOfMemory(f"out of memory with {self.fit}: {error}") from error
+                logging.getLogger(__name__).warning("out of memory with %s: %s", self.fit, error)
+                self.make_fit(self.fit.tighter(share.longest))
             self.optimizer.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
 
@@ -240,7 +245,7 @@ class Trainer:
     def _pack(self, samples: Listed[Sample]) -> list[MicroBatch]:
         longest = max((len(sample.tokens) for sample in samples), default=0)
         # Where too little memory has lowered the budget, a longer sequence than were known then may still come.
-        budget = max(self.token_budget, min(longest, self.section.token_budget))
+        budget = max(self.fit.token_budget, min(longest, self.section.token_budget))
         return micro_batches(samples, budget, self._cost, self.device, self.ranks.most)
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -426,16 +431,6 @@ def check_staleness(batch: Batch, worst_staleness: int | None) -> None:
     worst = max(batch.staleness, default=0)
     if worst_staleness is not None and worst > worst_staleness:
         raise InvariantBroken(f"a batch is {worst} versions stale, beyond the bound of {worst_staleness}")
-
-
-def smaller_budget(token_budget: int, longest: int) -> int:
-    """The next token budget to try when micro-batches did not fit; none is smaller than the longest sequence."""
-    if token_budget <= longest:
-        raise RunFailed(
-            f"the GPU has too little memory to train a sequence of {longest} tokens; set "
-            "trainer.gradient_checkpointing = true, or lower sampling.max_tokens or engine.kv_tokens"
-        )
-    return max(longest, token_budget // 2)
 
 
 def _make_publisher(device: torch.device, weights: WeightsSection, ranks: Ranks) -> "Publisher | DevicePublisher":

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headway.collective import Place
 from headway.config import AlgorithmSection, TrainerSection
-from headway.microbatch import MicroBatch
+from headway.microbatch import Fit, MicroBatch
 from headway.models import local_rows
 from headway.optimizer import adamw
 from headway.ranks import Rank
@@ -35,7 +35,7 @@ class ProbeRank(Rank):
     def _begin(self, section: TrainerSection, algorithm: AlgorithmSection) -> None:
         trainer = self.trainer
         trainer.section, trainer.algorithm, trainer.version = section, algorithm, 0
-        trainer.token_budget = section.token_budget
+        trainer.make_fit(Fit(section.token_budget, section.gradient_checkpointing))
         trainer.optimizer = adamw(trainer.masters.named.values(), section, section.lr)
         trainer._restore(self._first)
         trainer._publisher.close()

@@ -117,8 +117,10 @@ def test_rope_rotates_queries_and_keys_and_writes_keys_and_values_to_their_slots
         eps=1e-6, unit_offset=norm == "unit_offset", **norms,
     )  # fmt: skip
     assert got.is_contiguous()
-    assert_rounded_alike(got, q.contiguous())
-    assert_rounded_alike(k_cache, k_expected)
+    # A GPU makes one operation of a product and a sum: where they cancel, what is left is the product's rounding.
+    atol = STEP[dtype] if ON_GPU and dtype != torch.float32 else 2e-6
+    assert_rounded_alike(got, q.contiguous(), atol)
+    assert_rounded_alike(k_cache, k_expected, atol)
     assert torch.equal(v_cache, v_expected)
 
 

@@ -154,6 +154,18 @@ def test_compiled_blocks_train_as_blocks_do_and_are_compiled_once_for_all_layers
     )  # two trained models by now, each rounded to bf16 in its own order
 
 
+def test_compiled_blocks_can_begin_to_recompute_their_activations_at_any_step(tiny_model: str) -> None:
+    keeping, recomputing = (gpu_trainer(tiny_model, compile=True, dtype="bfloat16", token_budget=64) for _ in range(2))
+    for version in range(3):
+        if version == 1:
+            recomputing.make_fit(recomputing.fit.tighter(longest=64))
+            assert recomputing.fit.recompute
+        batch = stale_batch(tiny_model, version, first=10 * version)
+        one, other = (each.train_batch(batch).metrics for each in (keeping, recomputing))
+        assert one["loss"] == pytest.approx(other["loss"], abs=2e-3)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)
+
+
 def test_two_bf16_steps_of_two_minibatches_follow_those_of_the_cpu(tiny_model: str) -> None:
     knobs = {"dtype": "bfloat16", "minibatches": 2, "lr": 1e-3}
     here, there = make_trainer(tiny_model, **knobs), gpu_trainer(tiny_model, **knobs)

@@ -158,7 +158,7 @@ def test_micro_batches_that_were_made_smaller_still_hold_a_longer_sequence_that_
 
     monkeypatch.setattr(Trainer, "_forward", forward_with_little_room)
     trainer.train_batch(make_batch(0))
-    assert trainer.token_budget == 90
+    assert trainer.fit.token_budget == 90 and not trainer.fit.recompute
     random = np.random.default_rng(0)
     pair = tuple(make_trajectory(random, index, float(index), lengths=(90,), version=1) for index in range(2))
     assert trainer.train_batch(Batch(1, (Group(0, 0, 0, 2, pair),))).version == 2
@@ -172,6 +172,35 @@ def test_a_sequence_that_cannot_be_trained_at_all_ends_the_run_with_what_to_do(
 
     monkeypatch.setattr(Trainer, "_forward", never)
     trainer = make_trainer(tiny_model)
-    with pytest.raises(RunFailed, match=r"too little memory to train a sequence of \d+ tokens; set trainer\.gradient"):
+    with pytest.raises(
+        RunFailed, match=r"too little memory to train a sequence of \d+ tokens; lower sampling\.max_tok"
+    ):
         trainer.train_batch(make_batch(0))
     assert trainer.version == 0
+
+
+def test_activations_are_recomputed_once_micro_batches_cannot_be_any_smaller(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calm, tight = (make_trainer(tiny_model, token_budget=180, minibatches=2) for _ in range(2))
+    forward, recomputed = Trainer._forward, []
+
+    def forward_with_little_room(trainer: Trainer, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        if trainer is tight:
+            if not trainer._model.is_gradient_checkpointing:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            recomputed.append(len(micro_batch.tokens_T))
+        return forward(trainer, micro_batch)
+
+    monkeypatch.setattr(Trainer, "_forward", forward_with_little_room)
+    for version in range(2):
+        batch = make_batch(version, first=10 * version)
+        one, other = (trainer.train_batch(batch) for trainer in (calm, tight))
+        assert one.metrics["loss"] == pytest.approx(other.metrics["loss"], abs=1e-6)
+        assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=1e-4)
+    longest = max(
+        len(sequence.tokens) for group in make_batch(0).groups for t in group.trajectories for sequence in t.sequences
+    )
+    assert (tight.fit.token_budget, tight.fit.recompute) == (longest, True) and max(recomputed) <= longest
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0].startswith("out of memory with micro-batches of 180 tokens: ") and "recomputed" not in said[-1]
