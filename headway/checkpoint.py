@@ -47,6 +47,16 @@ class Checkpoint:
     extra: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class State:
+    """What one rank puts into a checkpoint: its tensors, of pieces the first row and how many rows the whole has."""
+
+    version: int
+    tensors: dict[str, Tensor]
+    pieces: dict[str, tuple[int, int]]
+    fingerprints: dict[str, str]  # of the weights as they are published
+
+
 @noun
 class Part:
     """One file of a slot: what is known of each tensor in it."""

@@ -15,7 +15,8 @@ Invariants that live here:
   4. η = 0 is synchronous training: no line here asks whether it is; Eq. 3 alone makes the two sides take turns.
   6. Parity: after each swap, engine and trainer score the same probe, and the largest difference is an event.
  11. Weight sync is proved at every load, by fingerprint or by score, before a version counts as confirmed.
- 13. Generation waits for little: no loop that feeds the engines waits for training, saving, evaluation or logging.
+ 13. Generation waits for little: no loop that feeds the engines waits for training, saving, evaluation or logging;
+     training waits for a checkpoint only while its state is set aside.
 """
 
 import asyncio
@@ -118,6 +119,7 @@ class Controller:
             *(self._send_to, self._on_stats, self._changed),
         )
         self._evaluation: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[None] | None = None
         self._num_skipped = 0
         self._num_unsaved = 0  # checkpoints in a row that could not be written
         self._num_checkpoints = progress.num_checkpoints
@@ -295,31 +297,47 @@ class Controller:
     async def _save_and_evaluate(self) -> None:
         last = self.version == self.config.run.steps
         if self.version % self.config.checkpoint.every == 0 or last:
-            await self._save()
+            await self._keep()
         every = self.config.evaluate.every
         idle = self._evaluation is None or self._evaluation.done()
         if every and self.version % every == 0 and not last and idle and self.tasks.held_out:
             self._evaluation = self._tasks.create_task(self._evaluate("step", 8))
 
-    async def _save(self) -> None:
-        started = time.time()
-        slot = slot_for(self._num_checkpoints)
+    async def _keep(self) -> None:
+        """Have the trainer set its state aside; it is written beside the steps to come, one checkpoint at a time."""
+        await self._saved()
+        keeper = await self._with_trainer(_kept_by)
+        self._saving = self._tasks.create_task(self._save(self.version, keeper))
+
+    async def _saved(self) -> None:
+        if self._saving is not None:
+            await self._saving
+
+    async def _save(self, version: int, keeper: AnyTrainer) -> None:
+        started, slot = time.time(), slot_for(self._num_checkpoints)
         await self.log.flush()
         # A disk that is full may have room later; the other slot and the record lead to the same weights until then.
         try:
-            await self._with_trainer(lambda trainer: trainer.save(str(self.directory / "checkpoint" / slot)))
+            await self._with_trainer(partial(self._write, version, slot, keeper))
         except SaveFailed as error:
-            self.log.append("checkpoint_failed", version=self.version, slot=slot, cause=str(error))
+            self.log.append("checkpoint_failed", version=version, slot=slot, cause=str(error))
             self._num_unsaved += 1
             if self._num_unsaved > self.config.supervise.max_failures:
                 raise
             return
         self._num_unsaved = 0
         self._num_checkpoints += 1
-        self.log.append("checkpointed", version=self.version, slot=slot, seconds=time.time() - started)
+        self.log.append("checkpointed", version=version, slot=slot, seconds=time.time() - started)
+
+    async def _write(self, version: int, slot: str, keeper: AnyTrainer, trainer: AnyTrainer) -> None:
+        # One that came back has kept nothing, and may be a step further by now, if there is one.
+        if trainer is not keeper and version == self.config.run.steps:
+            await trainer.keep()
+        await trainer.save(str(self.directory / "checkpoint" / slot))
 
     async def _finish(self) -> None:
         await self.roster.current()
+        await self._saved()
         if self._evaluation is not None:
             await self._evaluation
         await self._evaluate_alone("after")
@@ -450,6 +468,11 @@ class Controller:
             admission_wait_s=self._admission_wait_s,
             trainer_wait_s=self._trainer_wait_s,
         )
+
+
+async def _kept_by(trainer: AnyTrainer) -> AnyTrainer:
+    await trainer.keep()
+    return trainer
 
 
 def parity(one: Scores, other: Scores) -> float:

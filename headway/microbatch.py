@@ -24,7 +24,7 @@ from headway.config import AlgorithmSection
 from headway.errors import RunFailed
 from headway.models import CPU, to_device
 from headway.packing import pack
-from headway.types import Batch, Group, Sample, Share
+from headway.types import Batch, Group, Ints, Sample, Share
 
 _BLANK = Sample(np.zeros(2, np.int32), np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.int32), 0.0, 1.0)
 """Nothing in it is trained. Two tokens: with one, compiled blocks would be compiled anew."""
@@ -89,6 +89,13 @@ def samples_of(group: Group, advantages: dict[tuple[int, int], float]) -> list[S
                     )
                 )
     return samples
+
+
+def whole_sample(tokens: Ints, temperature: float) -> Sample:
+    """A sequence of which every token but the first is scored."""
+    where = np.arange(1, len(tokens))
+    blank = np.zeros(len(where), np.float32)
+    return Sample(tokens, where, blank, np.zeros(len(where), np.int32), 0.0, temperature)
 
 
 def minibatches_of(batch: Batch, algorithm: AlgorithmSection, num_minibatches: int) -> list[list[Sample]]:

@@ -76,12 +76,15 @@ class Rank:
     async def publish(self) -> WeightUpdate:
         return await offload(self.trainer.publish_weights)
 
+    async def keep(self) -> None:
+        await offload(self.trainer.keep_state)
+
     async def save(self, directory: str) -> tuple[int, checkpoint.Part, dict[str, str]]:
-        """Write this rank's part of a checkpoint; its version, what it wrote, and the fingerprints of its weights."""
-        return await offload(self._save, Path(directory))
+        """Write this rank's part of what was kept; its version, what it wrote, and the fingerprints of its weights."""
+        return await asyncio.to_thread(self._save, Path(directory))
 
     async def rescue(self, directory: str) -> tuple[int, checkpoint.Part, dict[str, str]]:
-        """The same while the compute thread waits in a pass for a rank that will not come."""
+        """The same of what there is, while the compute thread waits in a pass for a rank that will not come."""
         return await asyncio.to_thread(self._rescue, Path(directory))
 
     async def read(self, directory: str) -> None:
@@ -97,13 +100,18 @@ class Rank:
         await offload(self.trainer.write_rows, Path(directory))
 
     def _save(self, directory: Path) -> tuple[int, checkpoint.Part, dict[str, str]]:
-        return self.trainer.version, self.trainer.save_part(directory), self.trainer.fingerprints()
+        return self._write(directory, self.trainer.take_kept(directory))
 
     def _rescue(self, directory: Path) -> tuple[int, checkpoint.Part, dict[str, str]]:
         device = self.trainer.device
         # The stream of the pass stands still.
         with torch.cuda.stream(torch.cuda.Stream(device) if device.type == "cuda" else None):
-            return self.trainer.version, self.trainer.save_part(directory), {}
+            return self._write(directory, checkpoint.State(self.trainer.version, *self.trainer.state_to_save(), {}))
+
+    def _write(self, directory: Path, state: checkpoint.State) -> tuple[int, checkpoint.Part, dict[str, str]]:
+        ranks = self.trainer.ranks
+        file = f"state-{ranks.rank}-of-{ranks.num}.safetensors"
+        return state.version, checkpoint.write_part(directory, file, state.tensors, state.pieces), state.fingerprints
 
 
 class RankedTrainer:
@@ -130,6 +138,7 @@ class RankedTrainer:
         self._cost = partial(flops, shape=model_shape(load_config(model.path)))
         self._names = list(section.placement)
         self._meeting: Meeting | None = None
+        self._writing = asyncio.Lock()
         self.ranks: list[Rank] = []
         self._cause: HeadwayError | None = None
         self._ending: asyncio.Future[list[None]] | None = None
@@ -189,8 +198,12 @@ class RankedTrainer:
         self._check_agreement("the version", [part.version for part in parts])
         return joined(parts)
 
+    async def keep(self) -> None:
+        await self._each("keep")
+
     async def save(self, directory: str) -> None:
-        await self._save("save", Path(directory))
+        async with self._writing:
+            await self._save("save", Path(directory))
 
     async def load(self, directory: str) -> int:
         """No rank changes before every rank has read its rows and found them undamaged."""
@@ -226,7 +239,8 @@ class RankedTrainer:
             await self._save("rescue", rescued)
         except HeadwayError as error:
             raise await self._fail(error) from None
-        await self.end()
+        async with self._writing:  # a checkpoint that is being written needs the processes there are
+            await self.end()
         await self.start()
         await self.load(str(rescued))
         await asyncio.to_thread(shutil.rmtree, rescued)

@@ -15,6 +15,7 @@ Invariants that live here:
  16. Replay: nothing here is random, so the same batches give the same weights.
 """
 
+import asyncio
 import logging
 import math
 import time
@@ -32,9 +33,9 @@ from torch import Tensor
 from headway import checkpoint
 from headway.collective import Ranks
 from headway.config import AlgorithmSection, ModelSection, TrainerSection, WeightsSection
-from headway.errors import ConfigError, InvariantBroken, OutOfMemory
+from headway.errors import ConfigError, InvariantBroken, OutOfMemory, SaveFailed
 from headway.losses import PolicyLossInput, PolicyLossOutput, decoupled_ppo, merge_metrics, naive_ppo
-from headway.microbatch import Fit, MicroBatch, micro_batches, shares_of
+from headway.microbatch import Fit, MicroBatch, micro_batches, shares_of, whole_sample
 from headway.models import (
     DTYPES,
     Policy,
@@ -100,6 +101,7 @@ class Trainer:
         self.make_fit(Fit(section.token_budget, section.gradient_checkpointing))
         self._cost = partial(flops, shape=model_shape(self._model.config))
         self._before: dict[str, Tensor] | None = None  # the state a training step of several minibatches began with
+        self._kept: checkpoint.State | None = None
         self._read: checkpoint.Checkpoint | None = None
 
     async def close(self) -> None:
@@ -117,8 +119,13 @@ class Trainer:
     async def score(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
         return await offload(self.score_sequences, sequences, temperature)
 
+    async def keep(self) -> None:
+        """Set the state of this version aside, to be written while training goes on."""
+        await offload(self.keep_state)
+
     async def save(self, directory: str) -> None:
-        await offload(self.save_state, Path(directory))
+        """Write what was kept as a checkpoint, beside whatever else goes on."""
+        await asyncio.to_thread(self.write_kept, Path(directory))
 
     async def load(self, directory: str) -> int:
         return await offload(self.load_state, Path(directory))
@@ -348,7 +355,7 @@ class Trainer:
 
     @torch.no_grad()
     def score_sequences(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
-        samples = [_whole_sample(tokens, temperature) for tokens in sequences]
+        samples = [whole_sample(tokens, temperature) for tokens in sequences]
         found: dict[int, Floats] = {}
         for micro_batch in self._pack(samples):
             logprobs_M = self._forward(micro_batch)[0].cpu()
@@ -358,20 +365,31 @@ class Trainer:
         return Scores(self.version, tuple(found[id(sample)] for sample in samples))
 
     def save_state(self, directory: Path) -> None:
-        checkpoint.save(directory, self.version, self._state_to_save()[0], {"digest": self.digest()})
+        self.keep_state()
+        self.write_kept(directory)
 
-    def save_part(self, directory: Path) -> checkpoint.Part:
-        """Write this rank's part of a checkpoint, and describe it."""
-        file = f"state-{self.ranks.rank}-of-{self.ranks.num}.safetensors"
-        return checkpoint.write_part(directory, file, *self._state_to_save())
+    def keep_state(self) -> None:
+        self._kept = None  # two of them may be too much memory
+        self._kept = checkpoint.State(self.version, *self.state_to_save(), self.fingerprints())
 
-    def _state_to_save(self) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
+    def write_kept(self, directory: Path) -> None:
+        kept = self.take_kept(directory)
+        checkpoint.save(directory, kept.version, kept.tensors, {"digest": digest(kept.fingerprints)})
+
+    def take_kept(self, directory: Path) -> checkpoint.State:
+        """What was kept, which may then be kept no longer."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            raise SaveFailed(f"cannot write {directory}: the trainer has begun anew since, and kept nothing")
+        return kept
+
+    def state_to_save(self) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
         """This rank's tensors, and of those of which others have rows too: the first row, and how many there are.
 
         In the middle of a training step they are those it began with.
         """
         state = self._before if self._before is not None else dict(self._state_tensors())
-        tensors = {name: tensor.cpu() for name, tensor in state.items()}
+        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
         whole = {name: len(master) for name, master in self.masters.named.items()}
         split = {key: whole[key.partition("/")[2]] for key, tensor in tensors.items() if tensor.ndim}
         if self.ranks.rank == 0:
@@ -440,13 +458,6 @@ def _make_publisher(device: torch.device, weights: WeightsSection, ranks: Ranks)
     from headway.device_weights import DevicePublisher
 
     return DevicePublisher(device)
-
-
-def _whole_sample(tokens: Ints, temperature: float) -> Sample:
-    """A sequence of which every token but the first is scored."""
-    where = np.arange(1, len(tokens))
-    blank = np.zeros(len(where), np.float32)
-    return Sample(tokens, where, blank, np.zeros(len(where), np.int32), 0.0, temperature)
 
 
 def _read_back(outcomes: list[_Outcome]) -> tuple[dict[str, float], str]:

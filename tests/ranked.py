@@ -64,6 +64,10 @@ class Stage:
     def each(self, method: str, *args: Any) -> list[Any]:
         return self.run(self.trainer._each(method, *args))
 
+    def save(self, directory: Path) -> None:
+        self.run(self.trainer.keep())
+        self.run(self.trainer.save(str(directory)))
+
     def gradients(self) -> dict[str, Tensor]:
         """The gradients the last minibatch was stepped with, put together from all ranks."""
         parts = self.each("gradients")

@@ -21,7 +21,7 @@ from headway import launch
 from headway.config import Config
 from headway.controller import Controller, Tasks
 from headway.engine.fake import FakeEngine
-from headway.errors import WorkerDied
+from headway.errors import SaveFailed, WorkerDied
 from headway.events import Event, read
 from headway.fleet import Fleet
 from headway.launch import Prepared
@@ -45,6 +45,7 @@ class StandInTrainer:
     pace: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
     version: int = 0
     weights: str = "start"
+    kept: tuple[int, str] | None = None
     batches: list[Batch] = field(default_factory=list)
     num_asked: int = 0
     weights_at: dict[int, str] = field(default_factory=dict)
@@ -75,10 +76,17 @@ class StandInTrainer:
     async def score(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
         return Scores(self.version, tuple(np.zeros(len(tokens), np.float32) for tokens in sequences))
 
+    async def keep(self) -> None:
+        await self.pace()
+        self.kept = self.version, self.weights
+
     async def save(self, directory: str) -> None:
+        if self.kept is None:
+            raise SaveFailed(f"cannot write {directory}: nothing was kept")
+        kept, self.kept = self.kept, None
         await self.pace()
         Path(directory).parent.mkdir(exist_ok=True)
-        Path(directory).write_text(json.dumps([self.version, self.weights]))
+        Path(directory).write_text(json.dumps(kept))
 
     async def load(self, directory: str) -> int:
         self.version, self.weights = json.loads(Path(directory).read_text())

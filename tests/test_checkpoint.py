@@ -247,6 +247,22 @@ def test_a_loaded_trainer_goes_on_bit_for_bit(tiny_model: str, tmp_path: Path, d
     assert same_bits(state_of(first, tmp_path / "one"), state_of(second, tmp_path / "other"))
 
 
+def test_what_was_kept_is_of_its_own_version_however_far_training_has_gone_on(tiny_model: str, tmp_path: Path) -> None:
+    trainer, other = (make_trainer(tiny_model, lr=1e-3) for _ in range(2))
+    steps(trainer, range(2))
+    exact = state_of(trainer, tmp_path / "exact")
+    trainer.keep_state()
+    torch.manual_seed(99)
+    steps(trainer, range(2, 4))
+    trainer.write_kept(tmp_path / "a")
+    assert same_bits(checkpoint.load(tmp_path / "a").tensors, exact)
+    assert other.load_state(tmp_path / "a") == 2
+    steps(other, range(2, 4))
+    assert other.digest() == trainer.digest()
+    with pytest.raises(SaveFailed, match=r"cannot write .*/b: the trainer has begun anew since, and kept nothing"):
+        trainer.write_kept(tmp_path / "b")
+
+
 def test_a_checkpoint_of_the_first_weights_clears_a_used_optimizer(tiny_model: str, tmp_path: Path) -> None:
     fresh, used = make_trainer(tiny_model), make_trainer(tiny_model, lr=1e-3)
     fresh.save_state(tmp_path / "a")

@@ -247,6 +247,37 @@ def test_invariant_13_generation_waits_neither_for_training_nor_for_saving(make_
     check_finished(stage.config, stage.run())
 
 
+@dataclass
+class SlowDisk(StandInTrainer):
+    """Has written a checkpoint only once another training step has ended, while there is another."""
+
+    last_version: int = 0
+
+    async def save(self, directory: str) -> None:
+        assert self.kept is not None
+        version = self.kept[0]
+        while self.version == version < self.last_version:
+            await asyncio.sleep(0)
+        await super().save(directory)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_training_does_not_wait_for_a_checkpoint_to_be_written(make_stage: MakeStage, every: int) -> None:
+    """If it did, neither would come to its end."""
+    stage = make_stage({"run": {"steps": 8}, "checkpoint": {"every": every}})
+    stage.trainer = SlowDisk(stage.trainer.worst_staleness, last_version=8)
+    events = stage.run()
+    check_finished(stage.config, events)
+    written = [event["version"] for event in events if event.kind == "checkpointed"]
+    assert written == [version for version in range(1, 9) if version % every == 0 or version == 8]
+    order = [(event.kind, event["version"]) for event in events if event.kind in ("trained", "checkpointed")]
+    assert all(
+        order.index(("checkpointed", version)) > order.index(("trained", version + 1)) for version in written[:-1]
+    )
+    slot = [event["slot"] for event in events if event.kind == "checkpointed"][-1]
+    assert json.loads((stage.directory / "checkpoint" / slot).read_text())[0] == 8
+
+
 # A crash after any event
 
 

@@ -218,6 +218,7 @@ class ManyAtATime:
     def __init__(self, num_tokens: int, max_context: int):
         shape = ModelShape(**{field.name: 1 for field in fields(ModelShape)})
         self.memory = PagedMemory(shape, torch.float32, num_tokens, max_context, torch.device("cpu"))
+        self.windows: list[int] = []
 
     def num_steps(self, num_rows: int) -> int:
         return 32
@@ -226,6 +227,7 @@ class ManyAtATime:
         pass
 
     def decode(self, ready: list[Live], num_steps: int) -> list[tuple[Ints, Floats]]:
+        self.windows.append(num_steps)
         lengths = [min(num_steps, live.limit - live.num_tokens) for live in ready]
         return [(np.zeros(length, np.int32), np.zeros(length, np.float32)) for length in lengths]
 
@@ -245,6 +247,21 @@ def test_memory_that_stays_full_does_not_preempt_at_every_look(
     assert fullest > 0.9, "the memory must have been full"
     assert core.stats().num_preempted < len(lengths) / 5
     assert core.stats().kv_used == 0
+
+
+@pytest.mark.parametrize(("length", "window"), [(6, 8), (64, 16), (400, 32)])
+def test_the_shorter_sequences_are_the_more_often_the_engine_looks(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch, length: int, window: int
+) -> None:
+    executor = ManyAtATime(60_000, 2048)
+    monkeypatch.setattr(core_module, "make_executor", lambda *given: executor)
+    core = make_core(tiny_model, deterministic=False, context=2048, max_num_seqs=32, prefill_chunk=4096)
+    for number in range(600):
+        core.submit(make_request(prompt(9, seed=number), number, max_tokens=length))
+    while core.has_work:
+        core.step()
+    assert executor.windows[0] == 32, "nothing is known of lengths yet"
+    assert executor.windows[-1] == window
 
 
 def test_score_gives_the_logprobs_that_generation_gave(tiny_model: str) -> None:

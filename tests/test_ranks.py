@@ -164,7 +164,7 @@ def test_one_bad_sample_on_one_rank_skips_the_step_on_all_and_leaves_no_trace(
     """Divided by a temperature of 0, one sample's loss is not a number, in either minibatch and on either rank."""
     ranked = stage.begin(lr=1e-2, minibatches=2)
     stage.run(ranked.train(make_batch(0)))
-    stage.run(ranked.save(str(tmp_path / "before")))
+    stage.save(tmp_path / "before")
     for bad in (
         spoilt(make_batch(1, first=10), culprit, temperature=0.0),
         with_infinite_logprob(make_batch(1, first=10), culprit),
@@ -172,7 +172,7 @@ def test_one_bad_sample_on_one_rank_skips_the_step_on_all_and_leaves_no_trace(
         report = stage.run(ranked.train(bad))
         assert report.skipped in ("loss nan, gradient norm nan", "a behaviour log-prob is not finite")
         assert report.version == 1
-    stage.run(ranked.save(str(tmp_path / "after")))
+    stage.save(tmp_path / "after")
     one, other = (checkpoint.load(tmp_path / name) for name in ("before", "after"))
     assert same_bits(one.tensors, other.tensors) and one.extra == other.extra
     assert stage.run(ranked.train(make_batch(1, first=20))).version == 2

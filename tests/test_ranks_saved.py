@@ -3,6 +3,7 @@
 Invariant 11: weight sync is proved at every load.
 """
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -71,7 +72,7 @@ def test_the_digest_of_an_update_is_that_of_its_pieces_wherever_they_are_found(s
     update = published(stage)
     pieces = {info.key: open_update(part)[info.name] for part in update.parts for info in part.tensors}
     assert digest(fingerprints(pieces)) == digest(update.fingerprints)
-    stage.run(stage.trainer.save(str(tmp_path / "a")))
+    stage.save(tmp_path / "a")
     assert checkpoint.load(tmp_path / "a").extra["digest"] == digest(update.fingerprints)
 
 
@@ -118,7 +119,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_bit_for_bit_on_two_and_with_the_same_
 ) -> None:
     ranked = stage.begin(**KNOBS)
     losses(lambda batch: stage.run(ranked.train(batch)), range(2))
-    stage.run(ranked.save(str(tmp_path / "a")))
+    stage.save(tmp_path / "a")
     expected = losses(lambda batch: stage.run(ranked.train(batch)), range(2, 4))
     last = digest(stage.run(ranked.publish()).fingerprints)
     ranked = stage.begin(**KNOBS)
@@ -137,7 +138,7 @@ def test_a_checkpoint_of_one_rank_goes_on_with_the_same_loss_on_two(stage: Stage
     expected = losses(one.train_batch, range(2, 4))
     ranked = stage.begin(**KNOBS)
     assert stage.run(ranked.load(str(tmp_path / "a"))) == 2
-    stage.run(ranked.save(str(tmp_path / "b")))
+    stage.save(tmp_path / "b")
     one_whole, two_halves = (checkpoint.load(tmp_path / slot) for slot in ("a", "b"))
     assert same_bits(one_whole.tensors, two_halves.tensors) and one_whole.shapes == two_halves.shapes
     found = losses(lambda batch: stage.run(ranked.train(batch)), range(2, 4))
@@ -147,7 +148,7 @@ def test_a_checkpoint_of_one_rank_goes_on_with_the_same_loss_on_two(stage: Stage
 def test_each_rank_writes_its_own_rows_and_nothing_twice(stage: Stage, tmp_path: Path) -> None:
     ranked = stage.begin(lr=1e-3)
     stage.run(ranked.train(make_batch()))
-    stage.run(ranked.save(str(tmp_path / "a")))
+    stage.save(tmp_path / "a")
     names = ["checkpoint.json", "state-0-of-2.safetensors", "state-1-of-2.safetensors"]
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == names
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -158,6 +159,22 @@ def test_each_rank_writes_its_own_rows_and_nothing_twice(stage: Stage, tmp_path:
             for name in opened.keys():  # noqa: SIM118
                 rows[name] += 1 if not whole.shapes[name] else opened.get_slice(name).get_shape()[0]
     assert rows == {name: shape[0] if shape else 1 for name, shape in whole.shapes.items()}
+
+
+def test_what_was_kept_is_written_beside_the_next_step_and_is_none_of_it(stage: Stage, tmp_path: Path) -> None:
+    ranked = stage.begin(**KNOBS)
+    losses(lambda batch: stage.run(ranked.train(batch)), range(1))
+
+    async def both() -> None:
+        await ranked.keep()
+        await asyncio.gather(ranked.save(str(tmp_path / "a")), ranked.train(make_batch(1, first=10)))
+
+    stage.run(both())
+    after = losses(lambda batch: stage.run(ranked.train(batch)), range(2, 3))
+    assert stage.run(ranked.load(str(tmp_path / "a"))) == 1
+    assert losses(lambda batch: stage.run(ranked.train(batch)), range(1, 3))[1:] == after
+    with pytest.raises(SaveFailed, match=r"cannot write .*/b: the trainer has begun anew since, and kept nothing"):
+        stage.run(ranked.save(str(tmp_path / "b")))
 
 
 def damage(path: Path) -> None:
@@ -172,7 +189,7 @@ def test_a_damaged_slot_is_named_and_changes_no_rank(
     stage: Stage, tmp_path: Path, file: str, how: Callable[[Path], None]
 ) -> None:
     ranked = stage.begin(lr=1e-2)
-    stage.run(ranked.save(str(tmp_path / "a")))
+    stage.save(tmp_path / "a")
     stage.run(ranked.train(make_batch()))
     before = digest(stage.run(ranked.publish()).fingerprints)
     how(tmp_path / "a" / file)
@@ -186,6 +203,7 @@ def test_a_damaged_slot_is_named_and_changes_no_rank(
 def test_a_slot_from_which_a_part_was_left_out_is_damaged(stage: Stage, tmp_path: Path) -> None:
     checkpoint.begin(tmp_path / "a")
     stage.begin()
+    stage.each("keep")
     parts = [part for _, part, _ in stage.each("save", str(tmp_path / "a"))]
     checkpoint.finish(tmp_path / "a", 0, parts[:1], {})
     with pytest.raises(HeadwayError, match=r"a is damaged: weights/\S+ is not as it was saved"):
@@ -196,18 +214,19 @@ def test_a_disk_that_fails_one_rank_is_one_sentence_and_leaves_the_slot_and_the_
     stage: Stage, tmp_path: Path
 ) -> None:
     ranked = stage.begin(lr=1e-2)
-    stage.run(ranked.save(str(tmp_path / "a")))
+    stage.save(tmp_path / "a")
     stage.run(ranked.train(make_batch()))
     stage.run(stage.ranks[1].limit_files(64))
     try:
-        for save in (ranked.save(str(tmp_path / "a")), ranked.save_model(str(tmp_path / "model"))):
-            with pytest.raises(SaveFailed, match=rf"cannot write {tmp_path}/\w+: .*; make room or repair the disk"):
-                stage.run(save)
+        saves = {"a": stage.save, "model": lambda path: stage.run(ranked.save_model(str(path)))}
+        for name, save in saves.items():
+            with pytest.raises(SaveFailed, match=rf"cannot write {tmp_path}/{name}: .*; make room or repair the disk"):
+                save(tmp_path / name)
     finally:
         stage.run(stage.ranks[1].limit_files(None))
     assert [path.name for path in tmp_path.iterdir()] == ["a"] and checkpoint.load(tmp_path / "a").version == 0
     assert stage.run(ranked.train(make_batch(1))).version == 2
-    stage.run(ranked.save(str(tmp_path / "a")))
+    stage.save(tmp_path / "a")
     assert checkpoint.load(tmp_path / "a").version == 2
 
 
@@ -225,7 +244,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(
 def test_the_model_that_ranks_write_together_is_the_one_a_single_rank_writes(stage: Stage, tmp_path: Path) -> None:
     ranked = stage.begin(lr=1e-2)
     stage.run(ranked.train(make_batch()))
-    stage.run(ranked.save(str(tmp_path / "a")))
+    stage.save(tmp_path / "a")
     one = stage.one(lr=1e-2)
     one.load_state(tmp_path / "a")
     one.write_model(tmp_path / "one")

@@ -100,7 +100,7 @@ def test_checkpoints_of_four_ranks_go_on_with_the_same_loss_on_one_two_and_four(
     knobs: dict[str, Any] = {"lr": 1e-3, "minibatches": 2, "token_budget": 64, "warmup_steps": 3}
     ranked = four.begin(**knobs)
     losses(lambda batch: four.run(ranked.train(batch)), range(2))
-    four.run(ranked.save(str(tmp_path / "a")))
+    four.save(tmp_path / "a")
     expected = losses(lambda batch: four.run(ranked.train(batch)), range(2, 4))
     assert four.run(ranked.load(str(tmp_path / "a"))) == 2
     assert losses(lambda batch: four.run(ranked.train(batch)), range(2, 4)) == expected
@@ -155,7 +155,7 @@ def test_uneven_empty_and_tied_pieces_are_trained_published_saved_and_written(
         shadow = ShadowWeights(named_weights(model))
         shadow.stage(update)
         assert shadow.swap() == update.fingerprints
-        stage.run(stage.trainer.save(str(tmp_path / "a")))
+        stage.save(tmp_path / "a")
         one = stage.one(dtype=dtype)
         assert one.load_state(tmp_path / "a") == 1
         exact = one.published_weights()
@@ -187,7 +187,7 @@ def test_invariant_15_a_rank_that_dies_in_the_middle_of_a_pass_is_named_and_all_
     expected = [stage.run(stage.trainer.train(batch)).metrics["loss"] for batch in batches]
     stage.begin(lr=1e-3)
     stage.run(stage.trainer.train(batches[0]))
-    stage.run(stage.trainer.save(str(tmp_path / "a")))
+    stage.save(tmp_path / "a")
     pids = stage.each("pid")
     stage.run(stage.ranks[1].stop_in_the_next_pass(int(signal.SIGKILL)))
     started = time.monotonic()

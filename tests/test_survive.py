@@ -426,7 +426,7 @@ class FullDisk(StandInTrainer):
     full_at: frozenset[int] = frozenset()
 
     async def save(self, directory: str) -> None:
-        if self.version in self.full_at:
+        if self.kept and self.kept[0] in self.full_at:
             raise SaveFailed(f"cannot write {directory}: No space left on device; make room or repair the disk")
         await super().save(directory)
 

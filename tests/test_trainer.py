@@ -290,6 +290,7 @@ def test_metrics_are_per_token_and_count_what_was_trained(tiny_model: str) -> No
 def test_the_coroutines_do_what_the_methods_do(tiny_model: str, tmp_path: Path) -> None:
     async def life(trainer: Trainer) -> tuple[int, dict[str, str]]:
         await trainer.train(make_batch())
+        await trainer.keep()
         await trainer.save(str(tmp_path / "a"))
         await trainer.save_model(str(tmp_path / "model"))
         scores = await trainer.score((np.arange(5, dtype=np.int32),), 1.0)

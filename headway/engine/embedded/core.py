@@ -12,6 +12,7 @@ Invariants that live here:
   9. Stop reasons travel with the completion.
 """
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -43,6 +44,8 @@ Output = tuple[str, Chunk | Completion]
 
 _STEPS_BETWEEN_CHUNKS = 8
 """Tokens sampled between two chunks of prompts: running sequences go on, and a batch still fills up fast."""
+_FEWEST_STEPS, _LENGTH_MEMORY = 8, 32
+"""At least so many between two looks; lengths are remembered for about so many sequences."""
 _LOOKS_AHEAD = 2
 """What is begun leaves room for the tokens of so many looks to come: memory filled to the brim preempts at each."""
 
@@ -84,6 +87,7 @@ class EngineCore:
         self._outbox: list[Output] = []
         self._num_generated = self._num_prefilled = self._num_recomputed = self._num_preempted = 0
         self._busy_s = 0.0
+        self._mean_length = float(max_context)  # of what was sampled lately; nothing yet
 
     @property
     def has_work(self) -> bool:
@@ -198,7 +202,7 @@ class EngineCore:
 
     def _has_room(self, num_tokens: int) -> bool:
         """That none of those running has to go again at once to make room for the others' next tokens."""
-        coming = len(self._running) * self._executor.num_steps(len(self._running) + 1) * _LOOKS_AHEAD
+        coming = len(self._running) * self._num_steps(len(self._running) + 1) * _LOOKS_AHEAD
         return not self._running or self._memory.num_used + num_tokens + coming <= self._memory.num_tokens
 
     def _donor(self, live: Live) -> Live | None:
@@ -310,7 +314,7 @@ class EngineCore:
 
     def _decode(self) -> None:
         ready = [live for live in self._running if live.donor is None and live.decodable]
-        num_steps = self._executor.num_steps(len(ready))
+        num_steps = self._num_steps(len(ready))
         if len(ready) < len(self._running):  # others wait for their prompt's next chunk
             num_steps = min(num_steps, _STEPS_BETWEEN_CHUNKS)
         for live in ready:
@@ -324,6 +328,12 @@ class EngineCore:
             else:
                 live.num_cached += 1
         self._running = [live for live in self._running if live.row is not None]
+
+    def _num_steps(self, num_rows: int) -> int:
+        """Tokens between two looks. A look costs about two steps, and a sequence that ends idles for half of those
+        between two: of both together the least is lost where their number is twice the root of the usual length.
+        """
+        return min(self._executor.num_steps(num_rows), max(_FEWEST_STEPS, round(2 * math.sqrt(self._mean_length))))
 
     def _take_tokens(self, live: Live, tokens: Ints, logprobs: Floats) -> None:
         num_before = live.num_tokens
@@ -363,6 +373,8 @@ class EngineCore:
         if live.num_tokens > live.num_sent:
             self._outbox.append((live.name, live.chunk()))
         self._outbox.append((live.name, live.completion(stop)))
+        if stop != StopReason.ABORTED:
+            self._mean_length += (live.num_tokens - live.num_prompt - self._mean_length) / _LENGTH_MEMORY
         if self._donors.get(live.prefix) is live and self._is_wanted(live) and self._heir(live) is None:
             self._retain(live)
         self._free(live)

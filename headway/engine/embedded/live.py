@@ -109,7 +109,7 @@ class Executor(Protocol):
     def memory(self) -> Memory: ...
 
     def num_steps(self, num_rows: int) -> int:
-        """Tokens sampled between two looks of the scheduler, for so many sequences together."""
+        """The most tokens to sample between two looks of the scheduler, for so many sequences together."""
         ...
 
     def prefill(self, chunks: Sequence[tuple[Live, int]]) -> None:
