@@ -14,7 +14,7 @@ Invariants that live here:
 
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 
 import numpy as np
@@ -82,6 +82,7 @@ class EngineCore:
         self._waiting: deque[Live] = deque()
         self._waiting_prefixes: Counter[bytes] = Counter()
         self._running: list[Live] = []
+        self._families: defaultdict[bytes, list[Live]] = defaultdict(list)  # those running, by their prompt
         self._donors: dict[bytes, Live] = {}
         self._retained: dict[bytes, Live] = {}
         self._outbox: list[Output] = []
@@ -199,6 +200,7 @@ class EngineCore:
                 self._donors.setdefault(live.prefix, live)
                 self._forget_waiting(live)
             self._running.append(live)
+            self._families[live.prefix].append(live)
 
     def _has_room(self, num_tokens: int) -> bool:
         """That none of those running has to go again at once to make room for the others' next tokens."""
@@ -232,16 +234,24 @@ class EngineCore:
 
     def _release_retained(self) -> bool:
         for prefix, live in list(self._retained.items()):
-            if not any(running.donor is live for running in self._running):
+            if not self._is_awaited(live):
                 del self._retained[prefix]
                 self._free(live)
                 return True
         return False
 
+    def _is_awaited(self, donor: Live) -> bool:
+        return any(live.donor is donor for live in self._families.get(donor.prefix, ()))
+
     def _free(self, live: Live) -> None:
         if live.row is not None:
             self._memory.free(live.row)
         live.row, live.num_cached = None, 0
+        family = self._families.get(live.prefix, [])
+        if live in family:
+            family.remove(live)
+        if not family:
+            self._families.pop(live.prefix, None)
         if self._donors.get(live.prefix) is live:
             del self._donors[live.prefix]
             if (heir := self._heir(live)) is not None:
@@ -385,18 +395,18 @@ class EngineCore:
         self._memory.shrink(retained.row, live.num_prompt - 1)
         retained.kv_version, retained.num_cached = live.kv_version, live.num_prompt - 1
         self._donors[live.prefix] = self._retained[live.prefix] = retained
-        for running in self._running:
-            if running.donor is live:
-                running.donor = retained
+        for other in self._families[live.prefix]:
+            if other.donor is live:
+                other.donor = retained
 
     def _is_wanted(self, live: Live) -> bool:
-        waited_for = bool(self._waiting_prefixes[live.prefix]) or any(r.donor is live for r in self._running)
-        return waited_for and live.kv_version == self.version and live.num_cached >= live.num_prompt - 1
+        waited_for = self._waiting_prefixes.get(live.prefix) or self._is_awaited(live)
+        return bool(waited_for) and live.kv_version == self.version and live.num_cached >= live.num_prompt - 1
 
     def _heir(self, live: Live) -> "Live | None":
         """Another running sequence that has the same prompt under the live version."""
         wanted = live.num_prompt - 1
-        for other in self._running:
+        for other in self._families.get(live.prefix, ()):
             settled = other.row is not None and other.donor is None and other.kv_version == self.version
             if settled and other is not live and other.prefix == live.prefix and other.num_cached >= wanted:
                 return other
