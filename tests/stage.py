@@ -264,7 +264,7 @@ class Stage:
             return self.rewards
         if kind == "trainer":
             if not is_first:
-                self.trainer = replace(self.trainer, version=0, weights="start", batches=[])
+                self.trainer = replace(self.trainer, version=0, weights="start", batches=[], kept=None)
             return self.trainer
         is_known = is_first and int(number or 0) < len(self.engines)
         return self.engines[int(number or 0)] if is_known else self.remake(int(number or 0))

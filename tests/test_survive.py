@@ -461,6 +461,30 @@ def test_a_trainer_that_dies_after_a_failed_checkpoint_comes_back_from_the_one_b
     assert kinds(events, "checkpoint_failed") and kinds(events, "worker_lost")
 
 
+@pytest.mark.parametrize("version", [4, 8])
+def test_a_trainer_that_dies_as_it_writes_a_checkpoint_costs_that_one_unless_it_is_the_last(
+    make_stage: MakeStage, version: int
+) -> None:
+    class Dying(StandInTrainer):
+        async def save(self, directory: str) -> None:
+            if self.kept and self.kept[0] == version and not died:
+                died.append(True)
+                stage.runtime.kill("trainer")
+                await asyncio.Event().wait()
+            await super().save(directory)
+
+    died: list[bool] = []
+    stage = make_stage({"run": {"steps": 8}, "checkpoint": {"every": 2}}, mortal=True)
+    stage.trainer = Dying(stage.trainer.worst_staleness)
+    events = stage.run()
+    check_finished(stage.config, events)
+    assert died and len(kinds(events, "trained")) == 8
+    saved = [event["version"] for event in kinds(events, "checkpointed")]
+    assert saved == [2, 4, 6, 8] if version == 8 else saved == [2, 6, 8]
+    failed = [event["cause"] for event in kinds(events, "checkpoint_failed")]
+    assert failed == ([] if version == 8 else ["the trainer was lost before version 4 was written"])
+
+
 def test_checkpoints_that_fail_again_and_again_end_the_run_with_the_cause(make_stage: MakeStage) -> None:
     stage = make_stage({"run": {"steps": 100}, "checkpoint": {"every": 1}, "supervise": {"max_failures": 2}})
     on_full_disk(stage, *range(3, 100))
