@@ -66,6 +66,8 @@ from headway.weights import digest
 
 R = TypeVar("R")
 _WISHES_EVERY_S = 0.5
+_ROOM_S = 60.0
+"""However many checkpoints fail, for so long a person has time to make room on the disk."""
 
 
 @dataclass
@@ -121,7 +123,7 @@ class Controller:
         self._evaluation: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
         self._num_skipped = 0
-        self._num_unsaved = 0  # checkpoints in a row that could not be written
+        self._unsaved: list[float] = []  # when checkpoints were begun, all since the last that could be written
         self._num_checkpoints = progress.num_checkpoints
         self._num_generating = 0
         self._admission_wait_s = 0.0
@@ -321,11 +323,12 @@ class Controller:
             await self._with_trainer(partial(self._write, version, slot, keeper))
         except SaveFailed as error:
             self.log.append("checkpoint_failed", version=version, slot=slot, cause=str(error))
-            self._num_unsaved += 1
-            if self._num_unsaved > self.config.supervise.max_failures:
+            self._unsaved.append(started)
+            too_many = len(self._unsaved) > self.config.supervise.max_failures
+            if too_many and time.time() - self._unsaved[0] > _ROOM_S:
                 raise
             return
-        self._num_unsaved = 0
+        self._unsaved.clear()
         self._num_checkpoints += 1
         self.log.append("checkpointed", version=version, slot=slot, seconds=time.time() - started)
 

@@ -11,6 +11,7 @@ from stage import MakeStage, Stage, StandInTrainer, kinds, steps_done
 from system import check_finished, check_record
 from test_survive import killing
 
+from headway import controller as controller_module
 from headway.controller import Controller
 from headway.errors import HeadwayError, SaveFailed
 from headway.events import read
@@ -81,7 +82,10 @@ def test_a_trainer_that_dies_as_it_writes_a_checkpoint_costs_that_one_unless_it_
     assert failed == ([] if version == 8 else ["the trainer was lost before version 4 was written"])
 
 
-def test_checkpoints_that_fail_again_and_again_end_the_run_with_the_cause(make_stage: MakeStage) -> None:
+def test_checkpoints_that_fail_again_and_again_end_the_run_with_the_cause(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller_module, "_ROOM_S", 0.0)
     stage = make_stage({"run": {"steps": 100}, "checkpoint": {"every": 1}, "supervise": {"max_failures": 2}})
     on_full_disk(stage, *range(3, 100))
     with pytest.raises(SaveFailed, match="No space left on device"):
@@ -89,6 +93,14 @@ def test_checkpoints_that_fail_again_and_again_end_the_run_with_the_cause(make_s
     events = read(stage.directory / "events.jsonl")
     check_record(stage.config, events)
     assert len(kinds(events, "checkpoint_failed")) == 3 and len(kinds(events, "checkpointed")) == 2
+
+
+def test_however_many_checkpoints_fail_there_is_time_to_make_room(make_stage: MakeStage) -> None:
+    stage = make_stage({"run": {"steps": 20}, "checkpoint": {"every": 1}, "supervise": {"max_failures": 2}})
+    on_full_disk(stage, *range(3, 18))
+    events = stage.run()
+    check_finished(stage.config, events)
+    assert len(kinds(events, "checkpoint_failed")) == 15 and kinds(events, "checkpointed")[-1]["version"] == 20
 
 
 def test_a_log_that_cannot_be_written_ends_the_run_at_once_with_the_cause(make_stage: MakeStage) -> None:
