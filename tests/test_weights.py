@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from training import make_batch, make_trainer
+from training import digest_of, make_batch, make_trainer
 
 from headway.errors import InvariantBroken, WeightMismatch, WeightsUnreachable
 from headway.models import load_model, named_weights
@@ -403,7 +403,7 @@ def test_invariant_11_a_model_runs_what_its_trainer_published(
         assert update.version == version + 1 and "lm_head.weight" in update.fingerprints
         shadow.stage(update)
         assert shadow.swap() == update.fingerprints
-        assert digest(update.fingerprints) == trainer.digest()
+        assert digest(update.fingerprints) == digest_of(trainer)
         assert equal(named_weights(model), trainer.published_weights())
     model_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     padding = 64 * len(update.tensors)

@@ -19,6 +19,7 @@ from headway.config import AlgorithmSection, ModelSection, TrainerSection
 from headway.models import Masters, full_tensor
 from headway.trainer import Trainer
 from headway.types import NOT_SAMPLED, Batch, Failure, Group, Reward, Sequence, StopReason, Trajectory
+from headway.weights import digest
 
 VOCABULARY = 52  # of the tiny models
 CLIP_EPS = 0.2
@@ -203,7 +204,7 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 def state_of(trainer: Trainer, directory: Path) -> dict[str, Tensor]:
     """Master weights and optimizer, as a checkpoint holds them."""
-    trainer.save_state(directory)
+    save_state(trainer, directory)
     return checkpoint.load(directory).tensors
 
 
@@ -221,3 +222,12 @@ def weights_of(trainer: Trainer) -> dict[str, Tensor]:
 
 def stale_batch(path: str, version: int = 0, first: int = 0, num_groups: int = 4) -> Batch:
     return near_policy(make_batch(version, num_groups, first), plain_model(path))
+
+
+def save_state(trainer: Trainer, directory: Path) -> None:
+    trainer.keep_state()
+    trainer.write_kept(directory)
+
+
+def digest_of(trainer: Trainer) -> str:
+    return digest(trainer.fingerprints())
