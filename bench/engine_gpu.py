@@ -66,6 +66,7 @@ def load_vllm(spec: Message) -> tuple[Message, Generate]:
         "enable_prefix_caching": False,
         "disable_log_stats": True,
         "kv_cache_memory_bytes": spec["kv_bytes"],  # not what is free: the other arms are loading too
+        "gpu_memory_utilization": 0.1,  # not used then, but as much must be free
         "skip_tokenizer_init": True,
         **VLLM_SETTINGS[spec["system"]],
         **spec.get("vllm", {}),

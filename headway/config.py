@@ -127,7 +127,7 @@ class EngineSection(Section):
     kv_on_swap: Literal["recompute", "keep", "drain"] = Field(
         "recompute", description="running sequences' keys and values at a swap; drain lets them end first"
     )
-    chunk_tokens: int = Field(32, ge=1, description="tokens per streamed chunk")
+    chunk_tokens: int = Field(0, ge=0, description="tokens per streamed chunk; 0 takes 32, or 256 on a GPU")
     threads: int = Field(1, ge=1, description="CPU threads of an engine")
     vllm_python: str = Field("", description="interpreter of an environment that has vLLM; engines start their servers")
     vllm_args: str = Field("", description="further arguments of `vllm serve`, such as --tensor-parallel-size 2")
@@ -135,6 +135,10 @@ class EngineSection(Section):
     weights_dir: str = Field(
         "", description="where weights lie for vLLM servers, which must see it too; empty is a temporary one"
     )
+
+    @property
+    def tokens_per_chunk(self) -> int:
+        return self.chunk_tokens or (32 if self.device == "cpu" else 256)
 
     @property
     def servers(self) -> list[str]:

@@ -215,6 +215,8 @@ def test_memory_too_small_for_all_preempts_and_every_request_gets_the_tokens_of_
 class ManyAtATime:
     """An executor over pages that computes nothing, and samples as many tokens between two looks as a GPU's does."""
 
+    device_s = 0.0
+
     def __init__(self, num_tokens: int, max_context: int):
         shape = ModelShape(**{field.name: 1 for field in fields(ModelShape)})
         self.memory = PagedMemory(shape, torch.float32, num_tokens, max_context, torch.device("cpu"))

@@ -215,7 +215,7 @@ def test_a_cancelled_consumer_ends_its_request(tiny_model: str) -> None:
             assert all(isinstance(result, asyncio.CancelledError) for result in results)
             stats = await engine.stats()
             assert (stats.running, stats.waiting, stats.kv_used) == (0, 0, 0)
-            assert len(asyncio.all_tasks()) == listening - 4, "two consumers, and what each of them listened with"
+            assert len(asyncio.all_tasks()) == listening - 2, "nothing but the two consumers"
 
     run(scenario())
 
@@ -235,6 +235,37 @@ def test_an_abort_ends_the_request_now_and_its_completion_says_so(tiny_model: st
             chunks, completion = await task
             assert completion.stop == StopReason.ABORTED and len(completion.tokens) >= 10
             assert sum(len(chunk.tokens) for chunk in chunks) == len(completion.tokens)
+            assert (await engine.stats()).kv_used == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("fate", ["cancelled", "aborted", "refused"])
+def test_what_arrives_during_a_step_can_be_taken_back_aborted_or_refused(tiny_model: str, fate: str) -> None:
+    async def scenario() -> None:
+        async with opened(tiny_model) as engine:
+            other = asyncio.create_task(complete(engine, make_request(prompt(20), max_tokens=40)))
+            while not (await engine.stats()).num_generated:
+                await asyncio.sleep(0)
+            long = prompt(5000 if fate == "refused" else 20)
+            async with engine._between_steps:  # a decode step is under way
+                task = asyncio.create_task(complete(engine, make_request(long, group=1, max_tokens=400)))
+                await asyncio.sleep(0)
+                assert (await engine.stats()).waiting == 1
+                aborting = asyncio.create_task(engine.abort(make_request(long, group=1).key))
+                if fate == "cancelled":
+                    task.cancel()
+                    await asyncio.sleep(0)
+                    assert (await engine.stats()).waiting == 0
+                if fate == "refused":
+                    aborting.cancel()
+            if fate == "aborted":
+                _, completion = await task
+                assert completion.stop is StopReason.ABORTED and len(completion.tokens) < 400
+            else:
+                with pytest.raises(asyncio.CancelledError if fate == "cancelled" else RequestRefused):
+                    await task
+            assert (await other)[1].stop is StopReason.LENGTH
             assert (await engine.stats()).kv_used == 0
 
     run(scenario())

@@ -117,10 +117,11 @@ def test_rope_rotates_queries_and_keys_and_writes_keys_and_values_to_their_slots
         eps=1e-6, unit_offset=norm == "unit_offset", **norms,
     )  # fmt: skip
     assert got.is_contiguous()
-    # A GPU makes one operation of a product and a sum: where they cancel, what is left is the product's rounding.
-    atol = STEP[dtype] if ON_GPU and dtype != torch.float32 else 2e-6
-    assert_rounded_alike(got, q.contiguous(), atol)
-    assert_rounded_alike(k_cache, k_expected, atol)
+    # A GPU makes one operation of a product and a sum: about a quarter is rounded otherwise, and where the two cancel,
+    # what is left is the product's rounding.
+    atol, differing = (STEP[dtype], 0.35) if ON_GPU and dtype != torch.float32 else (2e-6, 0.01)
+    assert_rounded_alike(got, q.contiguous(), atol, differing)
+    assert_rounded_alike(k_cache, k_expected, atol, differing)
     assert torch.equal(v_cache, v_expected)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from headway.errors import WorkerDied
 from headway.runtime.channel import RemoteError
-from headway.runtime.handle import with_deadline
+from headway.runtime.handle import Inbox, with_deadline
 from headway.runtime.inline import InlineRuntime
 from headway.runtime.local import LocalRuntime
 from headway.runtime.offload import offload
@@ -20,6 +20,7 @@ from headway.runtime.ray import RayRuntime, check_ray
 from headway.runtime.together import together
 
 __all__ = [
+    "Inbox",
     "InlineRuntime",
     "LocalRuntime",
     "RayRuntime",

@@ -54,13 +54,13 @@ class Inbox:
 
     def __init__(self) -> None:
         self.items: deque[Any] = deque()
-        self.error: HeadwayError | None = None
+        self.error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def done(self) -> bool:
         return self.error is not None
 
-    def set_exception(self, error: HeadwayError) -> None:
+    def set_exception(self, error: BaseException) -> None:
         self.error = error
         self._wake()
 
@@ -77,6 +77,13 @@ class Inbox:
         if not self.items and self.error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+
+    async def next(self) -> Any:
+        """The first item; the error, once there is no item before it."""
+        await self.wait()
+        if not self.items and self.error is not None:
+            raise self.error
+        return self.items.popleft()
 
 
 Waiter = asyncio.Future[Any] | Inbox
@@ -118,9 +125,7 @@ class Peer:
                         await inbox.wait()
                     finally:
                         timer.cancel()
-                if not inbox.items and inbox.error is not None:
-                    raise inbox.error
-                item = inbox.items.popleft()
+                item = await inbox.next()
                 if item is _END:
                     return
                 yield item

@@ -331,23 +331,38 @@ class Play:
             verdict.outcome = "finished"
             verdict.problems += problems_of_the_end(self.config, self.events(), self._digest)
             return
-        lines = [line for line in self._output.splitlines() if line.startswith("error: ")]
-        verdict.outcome, verdict.cause = "ended", lines[-1] if lines else ""
-        # What fills a disk lasts, and may end the run while the next fault is played.
-        before = [one for one in self.scenarios if one.fault == "full" and one.number < scenario.number]
-        if not any(names_cause(one, verdict.cause) for one in (scenario, *before)):
+        verdict.outcome, verdict.cause = "ended", self._cause()
+        lasting = self._lasting(scenario)
+        if not any(names_cause(one, verdict.cause) for one in (scenario, *lasting)):
             verdict.problems.append(f"it ended ({code}) without naming the cause:\n{tail(self._output)}")
 
+    def _cause(self) -> str:
+        lines = [line for line in self._output.splitlines() if line.startswith("error: ")]
+        return lines[-1] if lines else ""
+
+    def _lasting(self, scenario: Scenario) -> list[Scenario]:
+        """Earlier faults that may end the run only now: a disk stays full for a while, and an engine that was not
+        there yet receives its first weights, and spoils them, when it is."""
+        before = [one for one in self.scenarios if one.number < scenario.number]
+        return [one for one in before if one.fault == "full" or (one.victim, one.fault) == ("weights", "corrupt")]
+
     def _to_the_end(self, verdict: Verdict, first: int) -> None:
-        assert self.process is not None
-        self.pace(0)
-        for _ in self._changes(self.world.recovery_s(self.run) + NUM_STEPS, "end"):
-            pass
-        if self.process.process.wait() != 0:
+        code = self._await_end()
+        if code != 0 and any(names_cause(one, self._cause()) for one in self._lasting(verdict.scenario)):
+            self._start()
+            code = self._await_end()
+        if code != 0:
             verdict.problems.append(f"the run did not come to its end:\n{tail(self._output)}")
         self._judge(verdict, first)
         verdict.problems += self.left_behind()
         verdict.problems += problems_of_the_end(self.config, self.events(), self._digest)
+
+    def _await_end(self) -> int:
+        assert self.process is not None
+        self.pace(0)
+        for _ in self._changes(self.world.recovery_s(self.run) + NUM_STEPS, "end"):
+            pass
+        return self.process.process.wait()
 
     @property
     def _digest(self) -> str:

@@ -1,19 +1,21 @@
 """The embedded engine: the default, in the package, for one machine.
 
-It runs the parameters of the transformers module the trainer trains. This file is the service: it takes requests in at
-any time, steps the core on the compute thread, and hands each request its own chunks. Between two steps is where
-weights are swapped and probes are scored. Receiving weights happens beside running generation, on a thread of its own.
+It runs the parameters of the transformers module the trainer trains. This file is the service: it takes requests at
+any time, steps the core on the compute thread, and hands each request its own chunks while the next step runs. Between
+two steps is where the core is given new requests, weights are swapped and probes are scored. Receiving weights happens
+beside running generation, on a thread of its own.
 """
 
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from headway.config import EngineSection
 from headway.engine import KvPolicy
 from headway.errors import RequestRefused, WorkerDied
-from headway.runtime import offload
+from headway.runtime import Inbox, offload
 from headway.types import Chunk, Completion, EngineStats, Ints, Request, RequestKey, Scores, SwapReport, WeightUpdate
 
 KEY_WAIT_S = 2.0
@@ -38,7 +40,8 @@ class EmbeddedEngine:
         device = find_device("engine.device", section.device, DTYPES[dtype])
         model = load_model(model_path, DTYPES[dtype]).to(device)  # type: ignore[arg-type]  # transformers' own wrapper
         self._core = EngineCore(model, section, context, deterministic, decode_text, kv_share)
-        self._streams: dict[str, asyncio.Queue[Chunk | Completion]] = {}
+        self._streams: dict[str, Inbox] = {}
+        self._arrived: dict[str, Request] = {}  # what the core does not know of yet
         self._wake = asyncio.Event()
         self._between_steps = asyncio.Lock()
         self._paused = False
@@ -46,6 +49,7 @@ class EmbeddedEngine:
 
     async def open(self) -> None:
         self._loop = asyncio.create_task(self._generate_forever())
+        self._loop.add_done_callback(self._fail_streams)
 
     async def close(self) -> None:
         if self._loop is not None:
@@ -55,42 +59,58 @@ class EmbeddedEngine:
     async def _generate_forever(self) -> None:
         """Consumes requests; waits for work; is unblocked by a request, a resume or an abort; produces chunks."""
         while True:
-            if self._paused or not self._core.has_work:
+            if self._paused or not (self._core.has_work or self._arrived):
                 self._wake.clear()
                 await self._wake.wait()
                 continue
             async with self._between_steps:
+                self._take_in()
                 self._deliver(await offload(self._core.step))
+
+    def _take_in(self) -> None:
+        """Give the core what has arrived; a request that it refuses is told so. Between steps only."""
+        for name, request in self._arrived.items():
+            # Whatever is wrong with a request is its own trouble.
+            try:
+                self._core.submit(request)
+            except Exception as error:
+                self._streams[name].set_exception(error)
+        self._arrived.clear()
+        self._deliver(self._core.take_outputs())
 
     def _deliver(self, outputs: list[tuple[str, Chunk | Completion]]) -> None:
         for name, item in outputs:
             if name in self._streams:
-                self._streams[name].put_nowait(item)
+                self._streams[name].put(item)
+
+    def _fail_streams(self, loop: asyncio.Task[None]) -> None:
+        """Generation broke: its error for every request, instead of silence."""
+        for stream in self._streams.values():
+            stream.set_exception(_why_ended(loop))
 
     def _check_alive(self) -> None:
         """If generation broke, its error."""
-        if self._loop is None or (self._loop.done() and self._loop.cancelled()):
-            raise WorkerDied("the engine is not open, or was closed while requests were being generated")
-        if self._loop.done():
-            self._loop.result()
+        if self._loop is None or self._loop.done():
+            raise _why_ended(self._loop)
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk | Completion]:
-        self._check_alive()
         name = str(request.key)
         await self._await_key(name)
-        stream = self._streams[name] = asyncio.Queue[Chunk | Completion]()
+        stream = self._streams[name] = Inbox()
         finished = False
         try:
-            async with self._between_steps:
-                self._core.submit(request)
-                self._deliver(self._core.take_outputs())
+            self._check_alive()
+            # Not once it has waited for the step under way: a thousand requests would each delay the next one.
+            self._arrived[name] = request
+            if not self._between_steps.locked():
+                self._take_in()
             self._wake.set()
             while not finished:
-                item = await self._next(stream)
+                item = await stream.next()
                 finished = isinstance(item, Completion)
                 yield item
         finally:
-            if not finished:
+            if not finished and self._arrived.pop(name, None) is None:
                 async with self._between_steps:
                     self._core.drop(request.key)
             # Only now: a request that reuses the key must not be handed what was meant for this one.
@@ -104,22 +124,9 @@ class EmbeddedEngine:
                 raise RequestRefused(f"request {name} is already being generated; give each call a key of its own")
             await asyncio.sleep(_LOOK_S)
 
-    async def _next(self, stream: asyncio.Queue[Chunk | Completion]) -> Chunk | Completion:
-        """The stream's next item; if generation broke, its error instead of silence."""
-        if not stream.empty():
-            return stream.get_nowait()
-        assert self._loop is not None
-        item = asyncio.ensure_future(stream.get())
-        try:
-            await asyncio.wait([item, self._loop], return_when=asyncio.FIRST_COMPLETED)
-            if not item.done():
-                self._check_alive()
-            return item.result()
-        finally:
-            item.cancel()
-
     async def abort(self, key: RequestKey) -> None:
         async with self._between_steps:
+            self._take_in()
             self._core.abort(key)
             self._deliver(self._core.take_outputs())
 
@@ -158,4 +165,10 @@ class EmbeddedEngine:
         self._wake.set()
 
     async def stats(self) -> EngineStats:
-        return self._core.stats()
+        known = self._core.stats()
+        return replace(known, waiting=known.waiting + len(self._arrived))
+
+
+def _why_ended(loop: asyncio.Task[None] | None) -> BaseException:
+    error = None if loop is None or loop.cancelled() else loop.exception()
+    return error or WorkerDied("the engine is not open, or was closed while requests were being generated")

@@ -12,7 +12,6 @@ Invariants that live here:
   9. Stop reasons travel with the completion.
 """
 
-import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from headway.config import EngineSection
 from headway.engine import KvPolicy
 from headway.engine.embedded.cpu import CpuExecutor
 from headway.engine.embedded.live import Executor, Live, Row
+from headway.engine.embedded.pace import Pace
 from headway.errors import InvariantBroken, RequestRefused
 from headway.types import (
     Chunk,
@@ -44,8 +44,6 @@ Output = tuple[str, Chunk | Completion]
 
 _STEPS_BETWEEN_CHUNKS = 8
 """Tokens sampled between two chunks of prompts: running sequences go on, and a batch still fills up fast."""
-_FEWEST_STEPS, _LENGTH_MEMORY = 8, 32
-"""At least so many between two looks; lengths are remembered for about so many sequences."""
 _LOOKS_AHEAD = 2
 """What is begun leaves room for the tokens of so many looks to come: memory filled to the brim preempts at each."""
 
@@ -88,7 +86,7 @@ class EngineCore:
         self._outbox: list[Output] = []
         self._num_generated = self._num_prefilled = self._num_recomputed = self._num_preempted = 0
         self._busy_s = 0.0
-        self._mean_length = float(max_context)  # of what was sampled lately; nothing yet
+        self._pace = Pace(max_context, measures=not deterministic)
 
     @property
     def has_work(self) -> bool:
@@ -323,6 +321,7 @@ class EngineCore:
     # Decode
 
     def _decode(self) -> None:
+        started = time.perf_counter()
         ready = [live for live in self._running if live.donor is None and live.decodable]
         num_steps = self._num_steps(len(ready))
         if len(ready) < len(self._running):  # others wait for their prompt's next chunk
@@ -338,12 +337,11 @@ class EngineCore:
             else:
                 live.num_cached += 1
         self._running = [live for live in self._running if live.row is not None]
+        self._pace.looked(time.perf_counter() - started, self._executor.device_s, num_steps)
 
     def _num_steps(self, num_rows: int) -> int:
-        """Tokens between two looks. A look costs about two steps, and a sequence that ends idles for half of those
-        between two: of both together the least is lost where their number is twice the root of the usual length.
-        """
-        return min(self._executor.num_steps(num_rows), max(_FEWEST_STEPS, round(2 * math.sqrt(self._mean_length))))
+        """Tokens between two looks."""
+        return self._pace.num_steps(self._executor.num_steps(num_rows))
 
     def _take_tokens(self, live: Live, tokens: Ints, logprobs: Floats) -> None:
         num_before = live.num_tokens
@@ -353,7 +351,7 @@ class EngineCore:
             self._num_generated += live.num_tokens - num_before
         if stop is not None:
             self._finish(live, stop)
-        elif live.num_tokens - live.num_sent >= self.section.chunk_tokens:
+        elif live.num_tokens - live.num_sent >= self.section.tokens_per_chunk:
             self._outbox.append((live.name, live.chunk()))
 
     def _stop_reason(self, live: Live, num_before: int) -> StopReason | None:
@@ -384,7 +382,7 @@ class EngineCore:
             self._outbox.append((live.name, live.chunk()))
         self._outbox.append((live.name, live.completion(stop)))
         if stop != StopReason.ABORTED:
-            self._mean_length += (live.num_tokens - live.num_prompt - self._mean_length) / _LENGTH_MEMORY
+            self._pace.ended(live.num_tokens - live.num_prompt)
         if self._donors.get(live.prefix) is live and self._is_wanted(live) and self._heir(live) is None:
             self._retain(live)
         self._free(live)

@@ -62,6 +62,8 @@ class CpuExecutor:
     def num_steps(self, num_rows: int) -> int:
         return 1
 
+    device_s = 0.0
+
     def decode(self, ready: Sequence[Live], num_steps: int) -> list[tuple[Ints, Floats]]:
         order = decode_order([live.row for live in ready])
         ordered = [ready[i] for i in order]

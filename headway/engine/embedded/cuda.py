@@ -174,6 +174,8 @@ class CudaExecutor:
         self._batch = DecodeBatch(section.max_num_seqs, self.memory.max_pages, _MAX_STEPS, self._device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._begun, self._done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.device_s = 0.0
         torch.cuda.synchronize(self._device)
 
     # Prefill
@@ -199,14 +201,17 @@ class CudaExecutor:
     def decode(self, ready: Sequence[Live], num_steps: int) -> list[tuple[Ints, Floats]]:
         with torch.cuda.stream(self._stream):
             self.memory.flush()
-            order = self._batch.load(ready, bucket_of(len(ready)))
+            order, self.device_s = self._batch.load(ready, bucket_of(len(ready))), 0.0
             if any(live.request.sampling.top_k or live.request.sampling.top_p < 1 for live in ready):
                 found = self._truncated_step([ready[i] for i in order])
             else:
                 graph = self._graph()
+                self._begun.record()
                 for _ in range(num_steps):
                     graph.replay()
+                self._done.record()
                 found = self._batch.results(len(ready), num_steps)
+                self.device_s = self._begun.elapsed_time(self._done) / 1e3
         place = np.argsort(order)
         return [found[i] for i in place]
 

@@ -120,6 +120,11 @@ class Executor(Protocol):
         """Up to `num_steps` tokens and log-probs for each, as far as its stop tokens and its limit allow."""
         ...
 
+    @property
+    def device_s(self) -> float:
+        """What the steps of the last decode took on a device that works beside the host; 0 where there is none."""
+        ...
+
     def score(self, tokens: Ints, row: Row, temperature: float) -> Floats:
         """Log-probs of given tokens by teacher forcing, through the memory that generation uses."""
         ...

@@ -160,7 +160,7 @@ class VllmEngine:
     async def _read(self, live: Live, submission: wire.Submission) -> None:
         facts, told = self._host.facts, False
         if facts.has_spans:
-            body = wire.generate_body(submission, self._section.chunk_tokens)
+            body = wire.generate_body(submission, self._section.tokens_per_chunk)
         else:
             body = wire.completions_body(submission, facts.model)
         async with aclosing(self._host.client.stream(facts.endpoint, body)) as parts:

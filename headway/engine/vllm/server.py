@@ -69,7 +69,7 @@ def arguments(
         listed["--gpu-memory-utilization"] = f"{kv_share:g}"
     if version < SCALE_OUT:
         # Said to the server, because here a request cannot: an event for every token is more than it can write.
-        listed["--stream-interval"] = str(section.chunk_tokens)
+        listed["--stream-interval"] = str(section.tokens_per_chunk)
     flags = ["--disable-uvicorn-access-log", *["--enable-scale-out"] * (version >= SCALE_OUT)]
     if section.device == "cpu":
         # vLLM 0.32: a request with a seed whose prompt is computed in parts ends the server ("CPU Generator does not
