@@ -7,7 +7,7 @@ from headway.engine.embedded.pace import Pace
 
 
 def lost(num_steps: int, lengths: list[int], cost: float) -> float:
-    """Step by step: what a place in the batch spends on looks and on waiting for one, for each token that it samples."""
+    """What a place in the batch spends on looks and on waiting for one, for each token that it samples."""
     spent = sampled = 0.0
     for length in lengths:
         looks = -(-length // num_steps)

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, Self, TypeVar, cast
 
 from headway import codec
-from headway.errors import DeadlineExceeded, HeadwayError, WorkerDied
+from headway.errors import DeadlineExceeded, WorkerDied
 from headway.runtime import channel
 from headway.runtime.channel import Channel, RemoteError, error_from_plain
 
