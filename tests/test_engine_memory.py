@@ -216,6 +216,7 @@ class ManyAtATime:
     """An executor over pages that computes nothing, and samples as many tokens between two looks as a GPU's does."""
 
     device_s = 0.0
+    staged_version: int | None = None
 
     def __init__(self, num_tokens: int, max_context: int):
         shape = ModelShape(**{field.name: 1 for field in fields(ModelShape)})
@@ -227,6 +228,9 @@ class ManyAtATime:
 
     def prefill(self, chunks: list[tuple[Live, int]]) -> None:
         pass
+
+    def swap(self) -> dict[str, str]:
+        return {}
 
     def decode(self, ready: list[Live], num_steps: int) -> list[tuple[Ints, Floats]]:
         self.windows.append(num_steps)
@@ -264,6 +268,21 @@ def test_the_shorter_sequences_are_the_more_often_the_engine_looks(
         core.step()
     assert executor.windows[0] == 32, "nothing is known of lengths yet"
     assert executor.windows[-1] == window
+
+
+def test_after_a_swap_the_engine_looks_soon_and_once_for_whoever_wants_its_proof(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = ManyAtATime(60_000, 2048)
+    monkeypatch.setattr(core_module, "make_executor", lambda *given: executor)
+    core = make_core(tiny_model, deterministic=False, context=2048, max_num_seqs=32, prefill_chunk=4096)
+    core.submit(make_request(prompt(9), max_tokens=400))
+    core.step()
+    executor.staged_version = 1
+    core.swap(1, "keep")
+    core.step()
+    core.step()
+    assert executor.windows == [32, 8, 32]
 
 
 def test_score_gives_the_logprobs_that_generation_gave(tiny_model: str) -> None:

@@ -42,7 +42,7 @@ from headway.types import (
 
 Output = tuple[str, Chunk | Completion]
 
-_STEPS_BETWEEN_CHUNKS = 8
+_FEW_STEPS = 8
 """Tokens sampled between two chunks of prompts: running sequences go on, and a batch still fills up fast."""
 _LOOKS_AHEAD = 2
 """What is begun leaves room for the tokens of so many looks to come: memory filled to the brim preempts at each."""
@@ -87,6 +87,7 @@ class EngineCore:
         self._num_generated = self._num_prefilled = self._num_recomputed = self._num_preempted = 0
         self._busy_s = 0.0
         self._pace = Pace(max_context, measures=not deterministic)
+        self._proof_is_due = False
 
     @property
     def has_work(self) -> bool:
@@ -324,13 +325,15 @@ class EngineCore:
         started = time.perf_counter()
         ready = [live for live in self._running if live.donor is None and live.decodable]
         num_steps = self._num_steps(len(ready))
-        if len(ready) < len(self._running):  # others wait for their prompt's next chunk
-            num_steps = min(num_steps, _STEPS_BETWEEN_CHUNKS)
+        # Others wait for their prompt's next chunk, or whoever swapped is about to ask for a score.
+        if len(ready) < len(self._running) or self._proof_is_due:
+            num_steps = min(num_steps, _FEW_STEPS)
         for live in ready:
             self._make_room(live, num_steps)
         ready = [live for live in ready if live.row is not None]
         if not ready:
             return
+        self._proof_is_due = False
         for live, (tokens, logprobs) in zip(ready, self._executor.decode(ready, num_steps), strict=True):
             if live.up_to_date:
                 self._take_tokens(live, tokens, logprobs)
@@ -430,7 +433,7 @@ class EngineCore:
             raise InvariantBroken(f"version {version} was not staged; staged is {self._executor.staged_version}")
         started = time.perf_counter()
         prints = self._executor.swap()
-        self.version, self._draining = version, False
+        self.version, self._draining, self._proof_is_due = version, False, True
         num_recomputed = self._renew_kv(kv)
         return SwapReport(
             version=version,
