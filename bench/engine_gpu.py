@@ -163,6 +163,15 @@ def roofline_s(shape: str, num_rows: float, mean_context: float) -> float:
     return max(2 * (weights + kv) / BANDWIDTH, 2 * weights * num_rows / PEAK)
 
 
+def uneven_roofline_s(shape: str, prompt_length: int, lengths: list[int]) -> float:
+    """The least time of all decode steps, as sequences of these lengths end one after the other."""
+    seconds, ends = 0.0, sorted(set(lengths))
+    for begin, end in zip([0, *ends], ends, strict=False):
+        num_rows = sum(length >= end for length in lengths)
+        seconds += (end - begin) * roofline_s(shape, num_rows, prompt_length + (begin + end) / 2)
+    return seconds
+
+
 def token_bytes(shape: str) -> int:
     """Keys and values of one token, 16 bits each."""
     sizes = SHAPES[shape]
@@ -208,8 +217,10 @@ def figures_of(found: Message, options: argparse.Namespace) -> Message:
         entry: Message = {"tokens_per_s": speeds}
         if len(set(lengths)) == 1:
             mean_context = options.prompt_length + lengths[0] / 2
-            step_s = len(lengths) / speeds["headway"]["best"]
-            entry["roofline_share"] = roofline_s(options.shape, len(lengths), mean_context) / step_s
+            least_s = lengths[0] * roofline_s(options.shape, len(lengths), mean_context)
+        else:
+            least_s = uneven_roofline_s(options.shape, options.prompt_length, lengths)
+        entry["roofline_share"] = least_s * speeds["headway"]["best"] / sum(lengths)
         others = {s: speeds["headway"]["best"] / speed["best"] for s, speed in speeds.items() if s != "headway"}
         figures[name] = entry | {"headway_over": others}
     return figures

@@ -21,8 +21,11 @@ from common import RESULTS_DIR, Message, Record, versions
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from headway.history import History
+
 QUERY = ("utilization.gpu", "memory.used", "power.draw")
 END_S = 120.0
+STEP = ("seconds", "wait_s", "tokens", "reward")
 
 
 @contextlib.contextmanager
@@ -78,7 +81,17 @@ def figures(run: Path, log: Path) -> Message:
         "accuracies": accuracies,
         "gpu": gpu_figures(log, summary.wall_s),
         "tokens_per_s": summary.tokens_trained / summary.wall_s,
+        "steps": steps_of(history),
     }
+
+
+def steps_of(history: "History") -> list[list[float]]:
+    """Of each training step: when it was done, what it took, how long it had waited for its batch, tokens, reward."""
+    begun = history["admitted"][0].time
+    return [
+        [round(value, 4) for value in (event.time - begun, *(event[key] for key in STEP))]
+        for event in history["trained"]
+    ]
 
 
 def show(found: Message, console: "Console") -> None:

@@ -4,7 +4,7 @@
     python docs/tables.py --check  fail if a document differs from what its records say
 
 A document holds a table between `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a record and a function here;
-or `<!-- table: NAME of RECORD -->` where they have different names. `goals` is made of several records.
+or `<!-- table: NAME of RECORD -->` where they have different names. `goals` and `real_runs` are made of several.
 """
 
 import json
@@ -250,6 +250,31 @@ def real_run(record: Record) -> str:
     return table(["", ""], rows) + f"\n\n{source(record)}"
 
 
+def real_runs() -> str:
+    """The same run at several bounds, over the steps that they have in common."""
+    others = {"real_sync": "", "real_eta2": "", "real_run": "", "real_engine": ", the engine's host side as it is now"}
+    rows = []
+    for name, note in others.items():
+        record = load(name)
+        steps, bound = record["figures"]["steps"], re.search(r"max_staleness=(\d+)", record["command"])
+        assert bound is not None
+        cells = [*_over(steps, 8, 15), *_over(steps, 21, 90)]
+        rows.append([f"[η = {bound[1]}](RESULTS/{name}.json){note}", *cells])
+    kinds = ["s a step", "of it waiting", "tokens/s", "reward"]
+    return table(["", *(f"{kind}, {which}" for which in ("8th to 15th", "21st to 90th") for kind in kinds)], rows)
+
+
+def _over(steps: list[list[float]], first: int, last: int) -> list[str]:
+    """Seconds a step, seconds waited for a batch, tokens a second and reward, from one step to another."""
+    if len(steps) < last:
+        return [""] * 4
+    seconds = steps[last - 1][0] - steps[first - 2][0]
+    chosen = steps[first - 1 : last]
+    waited, rewards = (statistics.mean(step[place] for step in chosen) for place in (2, 4))
+    tokens = sum(step[3] for step in chosen)
+    return [f"{seconds / len(chosen):.2f}", f"{waited:.2f}", f"{tokens / seconds:,.0f}", f"{rewards:.3f}"]
+
+
 def load(name: str) -> Record:
     return {**json.loads((RESULTS / f"{name}.json").read_text()), "file": name}
 
@@ -300,6 +325,7 @@ def _met(yes: bool) -> str:
     return "" if yes else "missed"
 
 
+OF_SEVERAL: dict[str, Callable[[], str]] = {"goals": goals, "real_runs": real_runs}
 RENDERERS: dict[str, Callable[[Record], str]] = {
     "engine": engine,
     "async": async_,
@@ -325,7 +351,8 @@ def rendered(document: Path) -> str:
 
     def replace(found: re.Match[str]) -> str:
         results = RESULTS.relative_to(document.parent).as_posix()
-        text = goals() if found[2] == "goals" else RENDERERS[found[2]](load(found[3] or found[2]))
+        several = OF_SEVERAL.get(found[2])
+        text = several() if several else RENDERERS[found[2]](load(found[3] or found[2]))
         return found[1] + text.replace("RESULTS", results) + "\n" + found[4]
 
     return _TABLE.sub(replace, document.read_text())
