@@ -137,7 +137,7 @@ class Controller:
                 background.append(self._tasks.create_task(self._keep_trainer()))
                 background.append(self._tasks.create_task(self._look_after_trainer()))
                 self.roster.keep_all(self._tasks)
-                await self.roster.publish(await self._with_trainer(self._publish))
+                self.roster.publish(await self._with_trainer(self._publish))
                 await self.roster.current()
                 if not self._progress.evaluated_before:
                     await self._evaluate_alone("before")
@@ -241,7 +241,7 @@ class Controller:
                 self._skip(batch, report)
                 continue
             self._accept(batch, report, published.update, wait_s)
-            await self.roster.publish(published)
+            self.roster.publish(published)
             await self._save_and_evaluate()
 
     async def _take_batch(self) -> tuple[Group, ...]:
@@ -394,8 +394,8 @@ class Controller:
         from_version = await load_newest_checkpoint(state, trainer, self.directory, self.view.message)
         with self.view.phase(f"retraining {self.version - from_version} recorded steps") as phase:
             await retrain(self.log.record.load, state, trainer, from_version, phase.progress)
-        if self.roster.published is not None:
-            await self.roster.publish(await self._publish(trainer))
+        if self.roster.newest is not None:
+            self.roster.publish(await self._publish(trainer))
 
     async def _publish(self, trainer: AnyTrainer) -> Published:
         return Published(await trainer.publish(), await trainer.score(self.tasks.probe, 1.0))

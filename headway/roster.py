@@ -86,6 +86,8 @@ class Roster:
         self._lives: dict[str, asyncio.Task[object]] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self.published: Published | None = None
+        self.newest: int | None = None  # the version that is published, or about to be
+        self._announcing: asyncio.Task[None] | None = None
         self._versions: Counter[int] = Counter()  # proved versions, by how many engines
         # Each is set once and replaced: what is published; what engines have proved; who serves among rollout workers.
         self._news, self._moved, self._staffed = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -139,15 +141,24 @@ class Roster:
         self._moved = asyncio.Event()
         self._changed.set()
 
-    async def publish(self, published: Published) -> None:
-        """Let every engine have these weights; returns before they have them."""
-        self.published = published
+    def publish(self, published: Published) -> None:
+        """Let every engine have these weights, beside whatever comes next."""
+        assert self._tasks is not None
+        self.newest = published.update.version
+        self._announcing = self._tasks.create_task(self._announce(published, self._announcing))
+
+    async def _announce(self, published: Published, earlier: asyncio.Task[None] | None) -> None:
+        if earlier is not None:
+            await earlier
         await self._to_rollout(self._inform)  # before any token can be sampled under it
+        self.published = published
         self._news.set()
         self._news = asyncio.Event()
 
     async def current(self) -> None:
         """Wait until every engine that is up has proved what is published: then nobody reads older weights."""
+        if self._announcing is not None:
+            await self._announcing
         for member in list(self.engines.values()):
             while not self._is_current(member):
                 await self._moved.wait()
@@ -396,11 +407,10 @@ class Roster:
         await worker.connect(engines, lives, leaving, pool)
 
     async def _inform(self, worker: RolloutWorker) -> None:
-        newest = self.published.update.version if self.published else 0
         num_workers = len(self._rollout)
         loads = {member.name: member.load for member in self.serving}
         limits = {member.name: -(-member.limit // num_workers) for member in self.serving if member.limit}
-        await worker.inform(newest, loads, limits)
+        await worker.inform(self.newest or 0, loads, limits)
 
     async def _tell_connections(self) -> None:
         """Many changes that come together are told once."""

@@ -30,6 +30,7 @@ from headway.events import Event, read
 from headway.fleet import Fleet, Generation, Workers
 from headway.record import RunLog
 from headway.reward import RewardPool
+from headway.rollout import RolloutWorker
 from headway.runtime import InlineRuntime
 from headway.trainer import Trainer
 from headway.types import (
@@ -276,6 +277,34 @@ def test_training_does_not_wait_for_a_checkpoint_to_be_written(make_stage: MakeS
     )
     slot = [event["slot"] for event in events if event.kind == "checkpointed"][-1]
     assert json.loads((stage.directory / "checkpoint" / slot).read_text())[0] == 8
+
+
+class Told(FakeEngine):
+    """Receives weights only once rollout workers have heard of their version."""
+
+    newest = 0
+
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        assert update.version <= self.newest
+        await super().stage_weights(update)
+
+
+def test_training_does_not_wait_until_everybody_has_heard_of_its_weights(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rollout workers listen only once the next step is under way, and engines are sent nothing before."""
+    engine = Told(mean_tokens=6.0)
+    stage = make_stage({"run": {"steps": 8}, "staleness": {"max_staleness": 3}}, engines=[engine])
+    inform = RolloutWorker.inform
+
+    async def inform_late(self: RolloutWorker, newest: int, *others: Any) -> None:
+        while 0 < newest < 8 and stage.trainer.num_asked <= newest:
+            await asyncio.sleep(0)
+        engine.newest = newest
+        await inform(self, newest, *others)
+
+    monkeypatch.setattr(RolloutWorker, "inform", inform_late)
+    check_finished(stage.config, stage.run())
 
 
 # A crash after any event
