@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import traceback
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -336,15 +337,21 @@ def test_a_broken_step_reaches_every_waiting_consumer_as_an_error_not_as_a_hang(
 
     async def scenario() -> None:
         async with opened(str(tmp_path / "bare")) as engine:
-            bystander = asyncio.create_task(complete(engine, make_request(prompt(20), max_tokens=400)))
+            traces: list[int] = []
+
+            async def fail(request: Request) -> None:
+                with pytest.raises(ConfigError, match="no tokenizer") as caught:
+                    await complete(engine, request)
+                traces.append(len(traceback.format_exception(caught.value)))
+
+            requests = [make_request(prompt(20), trajectory=i, max_tokens=400) for i in range(7)]
+            bystanders = [asyncio.create_task(fail(request)) for request in requests]
             while not (await engine.stats()).num_generated:
                 await asyncio.sleep(0)
-            with pytest.raises(ConfigError, match="no tokenizer"):
-                await complete(engine, make_request(prompt(20), group=1, stop_strings=("x",)))
-            with pytest.raises(ConfigError, match="no tokenizer"):
-                await bystander
-            with pytest.raises(ConfigError, match="no tokenizer"):
-                await complete(engine, make_request(prompt(20), group=2))
+            await fail(make_request(prompt(20), group=1, stop_strings=("x",)))
+            await asyncio.gather(*bystanders)
+            await fail(make_request(prompt(20), group=2))
+            assert max(traces) < min(traces) + 5, "one error told to many does not grow from one to the next"
 
     run(scenario())
 

@@ -11,6 +11,7 @@ import inspect
 import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from headway import codec
@@ -55,13 +56,14 @@ class Inbox:
     def __init__(self) -> None:
         self.items: deque[Any] = deque()
         self.error: BaseException | None = None
+        self._trace: TracebackType | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def done(self) -> bool:
         return self.error is not None
 
     def set_exception(self, error: BaseException) -> None:
-        self.error = error
+        self.error, self._trace = error, error.__traceback__
         self._wake()
 
     def put(self, item: Any) -> None:
@@ -82,7 +84,8 @@ class Inbox:
         """The first item; the error, once there is no item before it."""
         await self.wait()
         if not self.items and self.error is not None:
-            raise self.error
+            # One error may be told to thousands: what the others add to its traceback is not this one's.
+            raise self.error.with_traceback(self._trace)
         return self.items.popleft()
 
 

@@ -20,6 +20,7 @@ from headway.types import Chunk, Completion, EngineStats, Ints, Request, Request
 
 KEY_WAIT_S = 2.0
 _LOOK_S = 0.002
+_NOT_OPEN = "the engine is not open, or was closed while requests were being generated"
 
 
 class EmbeddedEngine:
@@ -84,14 +85,17 @@ class EmbeddedEngine:
                 self._streams[name].put(item)
 
     def _fail_streams(self, loop: asyncio.Task[None]) -> None:
-        """Generation broke: its error for every request, instead of silence."""
+        """Generation ended: why, for every request, instead of silence."""
+        error = None if loop.cancelled() else loop.exception()
         for stream in self._streams.values():
-            stream.set_exception(_why_ended(loop))
+            stream.set_exception(error or WorkerDied(_NOT_OPEN))
 
     def _check_alive(self) -> None:
         """If generation broke, its error."""
-        if self._loop is None or self._loop.done():
-            raise _why_ended(self._loop)
+        if self._loop is None or self._loop.cancelled():
+            raise WorkerDied(_NOT_OPEN)
+        if self._loop.done():
+            self._loop.result()
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk | Completion]:
         name = str(request.key)
@@ -100,7 +104,7 @@ class EmbeddedEngine:
         finished = False
         try:
             self._check_alive()
-            # Not once it has waited for the step under way: a thousand requests would each delay the next one.
+            # Left here, not brought to the core after the step under way: a thousand that wait would hold up the next.
             self._arrived[name] = request
             if not self._between_steps.locked():
                 self._take_in()
@@ -167,8 +171,3 @@ class EmbeddedEngine:
     async def stats(self) -> EngineStats:
         known = self._core.stats()
         return replace(known, waiting=known.waiting + len(self._arrived))
-
-
-def _why_ended(loop: asyncio.Task[None] | None) -> BaseException:
-    error = None if loop is None or loop.cancelled() else loop.exception()
-    return error or WorkerDied("the engine is not open, or was closed while requests were being generated")
