@@ -85,7 +85,7 @@ class Roster:
         self._groups: dict[str, list[int]] = {name: [] for name in self._rollout}
         self._lives: dict[str, asyncio.Task[object]] = {}
         self._tasks: asyncio.TaskGroup | None = None
-        self.published: Published | None = None
+        self._published: Published | None = None
         self.newest: int | None = None  # the version that is published, or about to be
         self._announcing: asyncio.Task[None] | None = None
         self._versions: Counter[int] = Counter()  # proved versions, by how many engines
@@ -151,7 +151,7 @@ class Roster:
         if earlier is not None:
             await earlier
         await self._to_rollout(self._inform)  # before any token can be sampled under it
-        self.published = published
+        self._published = published
         self._news.set()
         self._news = asyncio.Event()
 
@@ -166,9 +166,9 @@ class Roster:
             await self._to_rollout(self._connect)
 
     def _is_current(self, member: Member) -> bool:
-        assert self.published is not None
+        assert self._published is not None
         gone = member.worker is None or member.lost.done() or member.name not in self.engines
-        return gone or member.confirmed == self.published.update.version
+        return gone or member.confirmed == self._published.update.version
 
     # Engines
 
@@ -197,9 +197,9 @@ class Roster:
     async def _follow(self, member: Member, engine: Engine) -> None:
         """Consumes published versions, each as soon as the last is proved; produces an engine that may serve."""
         while True:
-            while self.published is None or member.confirmed == self.published.update.version:
+            while self._published is None or member.confirmed == self._published.update.version:
                 await self._news.wait()
-            published = self.published
+            published = self._published
             try:
                 await self._send(member.name, published.update, published.reference)
             except RemoteError as error:
@@ -221,7 +221,7 @@ class Roster:
         """The engine lives, so the trainer must have died with its weights: it will publish them again."""
 
         async def wait() -> None:
-            while self.published is published:
+            while self._published is published:
                 await self._news.wait()
 
         await within(self._config.run.deadline_s, f"publishing version {published.update.version} again", wait())

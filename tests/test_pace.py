@@ -49,4 +49,10 @@ def test_what_is_to_be_repeated_exactly_does_not_depend_on_time() -> None:
         for _ in range(50):
             pace.looked(wall_s=0.2, device_s=0.1, num_steps=8)
     assert blind.num_steps(1000) == Pace(400.0, measures=False).num_steps(1000) != timed.num_steps(1000)
-    timed.looked(wall_s=0.2, device_s=0.0, num_steps=8)  # no device: nothing to learn
+
+
+def test_where_no_device_works_beside_the_host_nothing_is_learnt() -> None:
+    pace = Pace(400.0, measures=True)
+    before = pace.num_steps(1000)
+    pace.looked(wall_s=0.2, device_s=0.0, num_steps=8)
+    assert pace.num_steps(1000) == before

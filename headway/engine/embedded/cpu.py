@@ -30,6 +30,8 @@ from headway.types import Floats, Ints, WeightUpdate
 
 
 class CpuExecutor:
+    device_s = 0.0
+
     def __init__(self, model: PreTrainedModel, section: EngineSection, max_context: int, deterministic: bool):
         self._section, self._deterministic = section, deterministic
         self.memory = KvMemory(
@@ -61,8 +63,6 @@ class CpuExecutor:
 
     def num_steps(self, num_rows: int) -> int:
         return 1
-
-    device_s = 0.0
 
     def decode(self, ready: Sequence[Live], num_steps: int) -> list[tuple[Ints, Floats]]:
         order = decode_order([live.row for live in ready])
