@@ -33,7 +33,7 @@ test-slow: .venv/installed .venv/ray .venv-vllm/installed
 	@echo "make test-slow: all slow tests passed"
 
 chaos: .venv/installed .venv/ray .venv-vllm/installed
-	OMP_NUM_THREADS=1 HEADWAY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m chaos $(CHAOS)
+	OMP_NUM_THREADS=1 HEADWAY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python PYTHONPATH=$(CURDIR)/tests:$(CURDIR)/tests/support $(BIN)/python -m chaos $(CHAOS)
 
 lint: .venv/installed
 	$(BIN)/ruff check

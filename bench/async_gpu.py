@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headway.config import Config
-    from headway.fleet import Fleet, Workers
+    from headway.control.workers import Fleet, Workers
     from headway.launch import Prepared
     from headway.types import Prompt
 
@@ -167,9 +167,9 @@ class Bench:
 
     async def run(self, plan: Plan, name: str) -> Message:
         """One arm: a controller from the trainer's version on, ended when it has trained its steps."""
-        from headway.controller import Controller
-        from headway.record import RunLog
-        from headway.view import open_view
+        from headway.control.controller import Controller
+        from headway.monitor.view import open_view
+        from headway.record.shards import RunLog
 
         prepared = prepare(self.options, self.directory, self.model, plan)
         version = await self._next_version(prepared)
@@ -216,9 +216,9 @@ def prepare(options: argparse.Namespace, directory: Path, model: Path, plan: Pla
 
 
 def _progress(prepared: "Prepared", version: int) -> Any:
-    from headway.buffer import Buffer
-    from headway.controller import Progress
-    from headway.staleness import StalenessControl
+    from headway.control.buffer import Buffer
+    from headway.control.controller import Progress
+    from headway.control.staleness import StalenessControl
 
     fresh = prepared.staleness()
     num_before = version * fresh.batch_groups
@@ -235,7 +235,7 @@ def _progress(prepared: "Prepared", version: int) -> Any:
 
 def _tasks(prepared: "Prepared", first: int) -> Any:
     from headway import launch
-    from headway.controller import Tasks
+    from headway.control.controller import Tasks
 
     return Tasks(
         stream=Shifted(prepared.prompts, first),  # type: ignore[arg-type]  # a stream is what has prompts by number
@@ -368,7 +368,7 @@ def show(results: list[Message], console: "Console") -> None:
 @asynccontextmanager
 async def open_bench(options: argparse.Namespace, directory: Path) -> AsyncIterator[Bench]:
     """Engine, trainer and rollout worker, started and warmed up."""
-    from headway.fleet import Fleet, open_runtime
+    from headway.control.workers import Fleet, open_runtime
 
     model = model_directory(options.shape, directory, options.device)
     prepared = prepare(options, directory, model, WARM_UP)

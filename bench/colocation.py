@@ -86,7 +86,7 @@ def load_engine(spec: Message) -> tuple[Message, Callable[[Message], Message]]:
 
 def load_trainer(spec: Message) -> tuple[Message, Callable[[Message], Message]]:
     from headway.config import AlgorithmSection, ModelSection, TrainerSection
-    from headway.trainer import Trainer
+    from headway.training.trainer import Trainer
     from headway.types import Batch
 
     section = TrainerSection(device=spec["device"], token_budget=spec["token_budget"], lr=1e-6)

@@ -28,7 +28,7 @@ import numpy as np
 from common import RESULTS_DIR, Arm, Message, Record, serve_arm, versions
 
 from headway.codec import portable
-from headway.rollout import RolloutWorker
+from headway.rollout.worker import RolloutWorker
 from headway.types import (
     Batch,
     Chunk,
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headway.config import Config
-    from headway.engine import KvPolicy
-    from headway.events import Event
-    from headway.fleet import Workers
-    from headway.runtime import Runtime
+    from headway.control.workers import Workers
+    from headway.engine.protocol import KvPolicy
+    from headway.record.events import Event
+    from headway.runtime.protocol import Runtime
 
 ALPHABET = "0123456789+-=() \n"
 NUM_PROMPTS, PROMPT_TOKENS, MEAN_TOKENS = 1000, 16, 32.0
@@ -230,10 +230,10 @@ def make_prompts() -> list[Prompt]:
 
 
 async def start_workers(runtime: "Runtime", config: "Config", spec: Message) -> "tuple[Workers, Hall]":
-    from headway.engine import Engine
-    from headway.fleet import Generation, Workers
-    from headway.reward import RewardPool
-    from headway.trainer import Trainer
+    from headway.control.workers import Generation, Workers
+    from headway.engine.protocol import Engine
+    from headway.rollout.reward_pool import RewardPool
+    from headway.training.trainer import Trainer
 
     hall = await runtime.start("hall", Hall, spec["engines"], spec["seconds_per_token"])
     engines: dict[str, Engine] = {f"engine-{number}": Guest(hall, number) for number in range(spec["engines"])}
@@ -248,16 +248,17 @@ async def start_workers(runtime: "Runtime", config: "Config", spec: Message) -> 
 
 async def measure(spec: Message, directory: Path) -> Message:
     """One run of the loop with `concurrent` groups in flight; what it cost this process."""
-    from headway import fleet, launch
-    from headway.buffer import Buffer
-    from headway.controller import Controller, Progress, Tasks
-    from headway.ledger import Ledger
-    from headway.metrics import Metrics
-    from headway.prompts import PromptStream
-    from headway.record import RunLog
-    from headway.staleness import StalenessControl
-    from headway.tokenizer import build_character_tokenizer
-    from headway.view import open_view
+    from headway import launch
+    from headway.control.buffer import Buffer
+    from headway.control.controller import Controller, Progress, Tasks
+    from headway.control.staleness import StalenessControl
+    from headway.control.workers import Fleet, open_runtime
+    from headway.model.tokenizer import build_character_tokenizer
+    from headway.monitor.metrics import Metrics
+    from headway.monitor.view import open_view
+    from headway.record.ledger import Ledger
+    from headway.record.shards import RunLog
+    from headway.tasks.prompts import PromptStream
 
     config = make_config(spec, directory)
     build_character_tokenizer(ALPHABET).save_pretrained(config.model.path)
@@ -271,9 +272,9 @@ async def measure(spec: Message, directory: Path) -> Message:
     flight = Flight(spec["concurrent"])
     for listener in (ledger.on_event, view.on_event, metrics.on_event, flight.on_event):
         log.subscribe(listener)
-    async with fleet.open_runtime(config, directory) as runtime:
+    async with open_runtime(config, directory) as runtime:
         workers, hall = await start_workers(runtime, config, spec)
-        keeper = fleet.Fleet(runtime, config, None)
+        keeper = Fleet(runtime, config, None)
         controller = Controller(config, keeper, workers, tasks, progress, log, directory, view)
         release = asyncio.create_task(flight.release(hall))
         meter = Meter()
@@ -316,7 +317,7 @@ class Meter:
 
 def load_arm() -> tuple[Message, Any]:
     """Only an arm's own process comes here; the imports are paid before anything is measured."""
-    import headway.controller  # noqa: F401
+    import headway.control.controller  # noqa: F401
 
     def handle(spec: Message) -> Message:
         with tempfile.TemporaryDirectory(prefix="headway-bench-") as directory:

@@ -73,7 +73,7 @@ def prompts_of(repetition: int, vocabulary: int) -> Prompts:
 
 def load_headway(spec: Message) -> tuple[Message, Generate]:
     from headway.config import EngineSection
-    from headway.engine.embedded import EmbeddedEngine
+    from headway.engine.embedded.service import EmbeddedEngine
 
     settings = {
         "max_num_seqs": NUM_REQUESTS,

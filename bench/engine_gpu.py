@@ -41,7 +41,7 @@ VLLM_SETTINGS: dict[str, Message] = {
 
 def load_headway(spec: Message) -> tuple[Message, Generate]:
     from headway.config import EngineSection
-    from headway.engine.embedded import EmbeddedEngine
+    from headway.engine.embedded.service import EmbeddedEngine
 
     settings = {
         "device": "cuda",
@@ -143,7 +143,7 @@ def timed(generate: Generate, spec: Message, message: Message) -> Message:
 
 def roofline_s(shape: str, num_rows: float, mean_context: float) -> float:
     """The least time of one decode step."""
-    from headway.packing import ModelShape
+    from headway.model.shape import ModelShape
 
     sizes = SHAPES[shape]
     heads = sizes["num_attention_heads"]

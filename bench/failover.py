@@ -26,9 +26,9 @@ from headway.engine.fake import FakeEngine
 from headway.types import Admission, Prompt, Sampling, Verdict
 
 if TYPE_CHECKING:
-    from headway.reward import RewardPool
-    from headway.rollout import RolloutWorker
-    from headway.runtime import LocalRuntime
+    from headway.rollout.reward_pool import RewardPool
+    from headway.rollout.worker import RolloutWorker
+    from headway.runtime.local import LocalRuntime
 
 ALPHABET = "0123456789+-=() \n"
 MEAN_TOKENS, SECONDS_PER_TOKEN, DEADLINE_S = 200.0, 0.02, 60.0
@@ -60,10 +60,10 @@ class Scene:
         self._pool: RewardPool
 
     async def open(self, model: str) -> None:
-        from headway.reward import RewardPool
-        from headway.rollout import RolloutWorker
+        from headway.rollout.reward_pool import RewardPool
+        from headway.rollout.worker import RolloutWorker
 
-        workflow = "headway.workflows.single_turn:SingleTurn"
+        workflow = "headway.rollout.workflows.single_turn:SingleTurn"
         self._pool = cast(RewardPool, await self._runtime.start("reward", StandInVerifier))
         self.worker = await self._runtime.start(
             "rollout-0", RolloutWorker, model, workflow, 0, len(ALPHABET), DEADLINE_S
@@ -136,8 +136,8 @@ async def generating(scene: Scene, num_groups: int) -> AsyncIterator[None]:
 
 
 async def measure(options: argparse.Namespace, directory: Path) -> dict[str, list[float]]:
-    from headway.runtime import LocalRuntime
-    from headway.tokenizer import build_character_tokenizer
+    from headway.model.tokenizer import build_character_tokenizer
+    from headway.runtime.local import LocalRuntime
 
     model = str(directory / "tokenizer")
     build_character_tokenizer(ALPHABET).save_pretrained(model)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from shapes import LongTailed
 
+from headway.rollout.workflows import Episode
 from headway.types import Reward, Sequence, Trajectory
-from headway.workflows import Episode
 
 
 def write_rows(path: Path, lengths: LongTailed, num_groups: int, group_size: int, prompt_length: int) -> None:

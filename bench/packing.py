@@ -29,7 +29,7 @@ from trainer import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headway.trainer import Trainer
+    from headway.training.trainer import Trainer
 
 PAPER_RATIO = 1.06
 """Of the paper's ablation for its 1B model: 427.4 against 404.4 TFLOP/s."""
@@ -54,8 +54,8 @@ def with_hindsight(lengths: list[int], token_budget: int) -> list[list[int]]:
 
 
 def arrangements(cost: Callable[[int], float], longest: int) -> dict[str, Arrange]:
-    from headway.microbatch import arranged
-    from headway.packing import pack
+    from headway.training.batches import arranged
+    from headway.training.packing import pack
 
     return {
         "fixed": partial(fixed, longest=longest),
@@ -66,8 +66,8 @@ def arrangements(cost: Callable[[int], float], longest: int) -> dict[str, Arrang
 
 
 def arranged_trainer() -> "type[Any]":
-    from headway.microbatch import MicroBatch, assemble
-    from headway.trainer import Trainer
+    from headway.training.batches import MicroBatch, assemble
+    from headway.training.trainer import Trainer
     from headway.types import Sample
 
     class ArrangedTrainer(Trainer):
@@ -94,7 +94,7 @@ def facts(parts: list[list[int]], lengths: list[int], token_budget: int, cost: C
 
 def compete(trainer: "Trainer", groups: list[Any], lengths: list[int], options: argparse.Namespace) -> Message:
     """Arms take turns, so that what disturbs one disturbs its neighbour too."""
-    from headway.packing import flops
+    from headway.model.shape import flops
 
     cost = partial(flops, shape=options.model_shape)
     totals = [length + options.prompt for length in lengths]

@@ -31,7 +31,7 @@ def load(options: argparse.Namespace, dtype: str, directory: Path) -> "Config":
 
 async def completions(prepared: "Prepared", options: argparse.Namespace) -> list[tuple[Any, Any]]:
     """Of each request its whole tokens, and the log-probs of those that were sampled."""
-    from headway.engine.embedded import EmbeddedEngine
+    from headway.engine.embedded.service import EmbeddedEngine
     from headway.types import Completion, Request, RequestKey
 
     config = prepared.config
@@ -54,7 +54,7 @@ async def completions(prepared: "Prepared", options: argparse.Namespace) -> list
 
 def measure(options: argparse.Namespace, dtype: str, directory: Path) -> Message:
     from headway import launch
-    from headway.trainer import Trainer
+    from headway.training.trainer import Trainer
 
     prepared = launch.prepare(load(options, dtype, directory))
     made = asyncio.run(completions(prepared, options))

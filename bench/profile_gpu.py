@@ -19,7 +19,7 @@ from swap import make_core, submit
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headway.engine.embedded.core import EngineCore
+    from headway.engine.embedded.scheduler import EngineCore
 
 KINDS = {
     "attention": ("_decode_kernel", "_prefix_kernel", "_combine_kernel", "_plan_kernel", "_prefill"),

@@ -21,7 +21,7 @@ from common import RESULTS_DIR, Message, Record, versions
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headway.history import History
+    from headway.record.history import History
 
 QUERY = ("utilization.gpu", "memory.used", "power.draw")
 END_S = 120.0
@@ -69,9 +69,9 @@ def gpu_figures(log: Path, seconds_trained: float) -> Message:
 
 
 def figures(run: Path, log: Path) -> Message:
-    from headway.events import read
-    from headway.history import History
-    from headway.report import write_report
+    from headway.monitor.report import write_report
+    from headway.record.events import read
+    from headway.record.history import History
 
     summary = write_report(run)
     history = History(read(run / "events.jsonl"))

@@ -64,8 +64,8 @@ def model_directory(shape: str, parent: Path, device: str = "cpu", dtype: str = 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from headway.checkpoint import save_model
-    from headway.tokenizer import build_character_tokenizer
+    from headway.model.tokenizer import build_character_tokenizer
+    from headway.training.checkpoint import save_model
 
     tokenizer = build_character_tokenizer("0123456789")
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}

@@ -20,7 +20,7 @@ from shapes import SHAPES, model_directory, vocabulary_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headway.engine.embedded.core import EngineCore
+    from headway.engine.embedded.scheduler import EngineCore
 
 NOISE = 1e-3
 
@@ -29,8 +29,8 @@ def make_core(options: argparse.Namespace, model: Path, kv_tokens: int = 0) -> "
     import torch
 
     from headway.config import EngineSection
-    from headway.engine.embedded.core import EngineCore
-    from headway.models import load_model
+    from headway.engine.embedded.scheduler import EngineCore
+    from headway.model.loading import load_model
 
     context = -(-(options.prompt_length + options.output_length + 64) // 64) * 64
     section = EngineSection(
@@ -48,10 +48,10 @@ def publisher_for(device: str) -> Any:
     import torch
 
     if device == "cpu":
-        from headway.weights import Publisher
+        from headway.weights.publish import Publisher
 
         return Publisher()
-    from headway.device_weights import DevicePublisher
+    from headway.weights.cuda import DevicePublisher
 
     return DevicePublisher(torch.device(device))
 
@@ -60,7 +60,7 @@ def changed(core: "EngineCore", seed: int) -> dict[str, Any]:
     """The live weights with a little noise; tied ones stay one tensor."""
     import torch
 
-    from headway.models import named_weights
+    from headway.model.loading import named_weights
 
     made: dict[int, Any] = {}
     torch.manual_seed(seed)

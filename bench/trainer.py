@@ -4,7 +4,7 @@ A step is everything: packing, forward, Eq. 5, backward, clipping, AdamW. Both s
 (log-normal lengths, random tokens) from the same random weights, and their first losses are compared. The plain step
 is what one writes with transformers: fp32 weights under bf16 autocast, sdpa, sequences of like length padded on the
 right, log-softmax over full logits, fused AdamW; it gets the best of several micro-batch sizes. Operations are those
-of the matrix products of forward and backward pass (three times headway.packing.flops, the head counted for trained
+of the matrix products of forward and backward pass (three times headway.model.shape.flops, the head counted for trained
 tokens only); what either side recomputes or pads does not count.
 """
 
@@ -26,7 +26,7 @@ from shapes import SHAPES, LongTailed, model_directory, trained_groups
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headway.trainer import Trainer
+    from headway.training.trainer import Trainer
     from headway.types import Group
 
 PACKAGES = ("headway-rl", "torch", "triton", "transformers", "numpy")
@@ -46,8 +46,8 @@ KINDS = {
 
 def completion_lengths(options: argparse.Namespace) -> list[int]:
     """Lengths that fill the asked number of micro-batches and no more."""
-    from headway.microbatch import arranged
-    from headway.packing import flops
+    from headway.model.shape import flops
+    from headway.training.batches import arranged
 
     cost = partial(flops, shape=options.model_shape)
     drawn = LongTailed(options.mean, options.longest - options.prompt, seed=options.seed)
@@ -66,7 +66,7 @@ def make_groups(lengths: Sequence[int], options: argparse.Namespace) -> "list[Gr
 
 def num_operations(lengths: Sequence[int], options: argparse.Namespace) -> float:
     """Of one step's forward and backward passes."""
-    from headway.packing import flops
+    from headway.model.shape import flops
 
     shape = options.model_shape
     forward = sum(flops(length + options.prompt, shape) for length in lengths)
@@ -76,7 +76,7 @@ def num_operations(lengths: Sequence[int], options: argparse.Namespace) -> float
 
 def make_trainer(options: argparse.Namespace, kind: "type[Trainer] | None" = None) -> "Trainer":
     from headway.config import AlgorithmSection, ModelSection, TrainerSection
-    from headway.trainer import Trainer
+    from headway.training.trainer import Trainer
 
     section = TrainerSection(
         device=options.device,
@@ -144,7 +144,7 @@ class PlainStep:
         from transformers import AutoModelForCausalLM
 
         from headway.config import AlgorithmSection
-        from headway.microbatch import minibatches_of
+        from headway.training.batches import minibatches_of
         from headway.types import Batch
 
         self._device, self._dtype = torch.device(options.device), getattr(torch, options.dtype)
@@ -297,7 +297,8 @@ def prepare(options: argparse.Namespace) -> list[int]:
     import torch
 
     from headway.errors import ConfigError
-    from headway.models import find_device, load_config, model_shape
+    from headway.model.device import find_device
+    from headway.model.loading import load_config, model_shape
 
     find_device("--device", options.device, getattr(torch, options.dtype))
     if not options.prompt + options.mean < options.longest <= options.token_budget:

@@ -23,7 +23,7 @@ from shapes import SHAPES, model_directory
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headway.engine.vllm import VllmEngine
+    from headway.engine.vllm.engine import VllmEngine
     from headway.types import Completion, Request
 
 NOISE = 1e-3
@@ -36,8 +36,8 @@ class Weights:
     def __init__(self, model: Path, dtype: str):
         import torch
 
-        from headway.models import load_model
-        from headway.weights import Publisher
+        from headway.model.loading import load_model
+        from headway.weights.publish import Publisher
 
         self.model = load_model(str(model), getattr(torch, dtype)).eval().requires_grad_(False)
         self._publisher = Publisher()
@@ -45,7 +45,7 @@ class Weights:
     def publish(self, version: int) -> Any:
         import torch
 
-        from headway.models import named_weights
+        from headway.model.loading import named_weights
 
         torch.manual_seed(version)
         for parameter in self.model.parameters():
@@ -113,7 +113,7 @@ async def newest_gaps(engine: "VllmEngine", requests: Any, done: Any, limit: int
 
 async def parity(engine: "VllmEngine", weights: Weights) -> Message:
     """A probe scored by vLLM and by transformers' module under the same weights."""
-    from headway.engine.vllm.served import score
+    from headway.engine.vllm.model_copy import score
 
     draws = np.random.default_rng(0)
     probe = draws.integers(0, weights.model.config.vocab_size, (NUM_PROBES, PROBE_TOKENS)).astype(np.int32)
@@ -124,8 +124,8 @@ async def parity(engine: "VllmEngine", weights: Weights) -> Message:
 
 async def run(options: argparse.Namespace, model: Path, console: "Console") -> Message:
     from headway.config import EngineSection
-    from headway.engine.vllm import VllmEngine
-    from headway.engine.vllm.wire import PROCESSED
+    from headway.engine.vllm.engine import VllmEngine
+    from headway.engine.vllm.messages import PROCESSED
 
     context = -(-(options.prompt_length + options.output_length + 64) // 64) * 64
     section = EngineSection(

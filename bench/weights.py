@@ -57,13 +57,13 @@ def load_trainer(spec: Message) -> tuple[Message, Callable[[Message], Message]]:
     import torch
 
     from headway import codec
-    from headway.weights import Publisher
+    from headway.weights.publish import Publisher
 
     torch.set_num_threads(1)
     tensors = make_tensors(spec["parameters"], spec["device"], 0.0)
     publishers: dict[str, Any] = {}
     if spec["device"] != "cpu":
-        from headway.device_weights import DevicePublisher
+        from headway.weights.cuda import DevicePublisher
 
         publishers["cuda"] = DevicePublisher(torch.device(spec["device"]))
     host = Publisher(TRANSPORTS, directory=spec["directory"])
@@ -102,7 +102,7 @@ class Receiver:
         import torch
         from torch import nn
 
-        from headway.weights import ShadowWeights
+        from headway.weights.shadow import ShadowWeights
 
         torch.set_num_threads(1)
         self.options, self.vocabulary = options, vocabulary_of(model)
@@ -144,7 +144,7 @@ class Receiver:
             self.shadow.stage(update)
 
     def measure(self, update: Any) -> Message:
-        from headway.weights import receive
+        from headway.weights.receive import receive
 
         staging_s, _ = timed(lambda: self.stage(update), self.options.device)
         into = {name: self.shadow.staged(parameter) for name, parameter in self.live.items()}

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from headway.verifiers import verifier
+from headway.tasks.verifiers import verifier
 
 Row = dict[str, Any]
 

@@ -8,7 +8,7 @@ That runs `headway train` with the knobs of configs/smollm2.toml, this file as t
 import sys
 from typing import Any
 
-from headway.verifiers import verifier
+from headway.tasks.verifiers import verifier
 
 Row = dict[str, Any]
 

@@ -16,11 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from headway import launch
 from headway.config import Config, load
 from headway.errors import HeadwayError
-from headway.events import read
-from headway.ledger import fold
-from headway.record import EVENTS_NAME
-from headway.report import Summary, table, write_report
-from headway.view import open_view
+from headway.monitor.report import Summary, table, write_report
+from headway.monitor.view import open_view
+from headway.record.events import read
+from headway.record.ledger import fold
+from headway.record.shards import EVENTS_NAME
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 SYNC_STEPS = 15
@@ -30,7 +30,7 @@ SYNC_SETTINGS = ["--staleness.max_staleness=0", "--task.eval="]
 
 def warm_up(config: Config, console: Console) -> None:
     """`headway sft`: skipped where the model is there already."""
-    from headway.sft import sft
+    from headway.training.sft import sft
 
     if (Path(config.model.path) / "config.json").is_file():
         console.print(f"1. the warmed-up model is in {config.model.path}")

@@ -1,4 +1,4 @@
-"""Sums of two digits, asked in words: the task of configs/smollm2.toml, checked by headway.verifiers.number."""
+"""Sums of two digits, asked in words: the task of configs/smollm2.toml, checked by headway.tasks.verifiers.number."""
 
 from typing import Any
 

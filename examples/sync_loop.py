@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from headway import references
 from headway.config import Config, load
-from headway.engine.embedded import EmbeddedEngine
+from headway.engine.embedded.service import EmbeddedEngine
 from headway.launch import Prepared, prepare
-from headway.prompts import PromptStream
-from headway.tokenizer import decode, load_tokenizer
-from headway.trainer import Trainer
+from headway.model.tokenizer import decode, load_tokenizer
+from headway.tasks import imports
+from headway.tasks.prompts import PromptStream
+from headway.training.trainer import Trainer
 from headway.types import (
     Batch,
     Completion,
@@ -32,7 +32,7 @@ from headway.types import (
     StepReport,
     Trajectory,
 )
-from headway.weights import digest
+from headway.weights.fingerprints import digest
 
 
 @dataclass
@@ -47,7 +47,7 @@ class SyncLoop:
         self.config = config
         self.prepared: Prepared = prepare(config)
         self.stream = PromptStream(self.prepared.prompts, config.run.seed)
-        self.verify = references.load(config.task.verifier)
+        self.verify = imports.load(config.task.verifier)
         self.tokenizer = load_tokenizer(config.model.path)
         self.engine = EmbeddedEngine(config.model.path, config.model.dtype, config.engine, config.run.deterministic)
         self.trainer = Trainer(config.model, config.trainer, config.algorithm, worst_staleness=0)

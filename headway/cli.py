@@ -16,8 +16,8 @@ from headway.errors import HeadwayError
 
 if TYPE_CHECKING:
     from headway.config import Config
-    from headway.events import Event
-    from headway.view import View
+    from headway.monitor.view import View
+    from headway.record.events import Event
 
 T = TypeVar("T")
 _OVERRIDES: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -61,7 +61,7 @@ def _load(path: Path, context: typer.Context) -> "Config":
 
 def _with_view(make: "Callable[[View], Coroutine[Any, Any, T]]", history: "Iterable[Event]" = ()) -> T:
     """Run a coroutine that shows itself through a view, and restore the terminal whatever happens."""
-    from headway.view import open_view
+    from headway.monitor.view import open_view
 
     view = open_view(sys.stdout, history)
     try:
@@ -90,9 +90,9 @@ def train(
 
 def _train(loaded: "Config", resume: bool) -> None:
     from headway import launch
-    from headway.events import read
-    from headway.record import EVENTS_NAME
-    from headway.report import table
+    from headway.monitor.report import table
+    from headway.record.events import read
+    from headway.record.shards import EVENTS_NAME
 
     events = Path(loaded.run.dir) / EVENTS_NAME
     history = read(events) if resume and events.exists() else []
@@ -108,7 +108,7 @@ def _print_plan(config: "Config") -> None:
 
 def _train_from(config: "Config", path: Path) -> None:
     from headway import launch
-    from headway.record import read_jsonl
+    from headway.record.shards import read_jsonl
 
     reports = _with_view(lambda view: launch.train_from(config, read_jsonl(path), view))
     for report in reports:
@@ -122,7 +122,7 @@ def sft(context: typer.Context, config: ConfigPath) -> None:
     loaded = _load(config, context)
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from headway.sft import sft as warm_up
+    from headway.training.sft import sft as warm_up
 
     columns = (TextColumn("warming up"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}"), disable=not sys.stdout.isatty()) as bar:
@@ -159,7 +159,7 @@ def rollout(
 ) -> None:
     """Generate and reward groups without training."""
     from headway import launch
-    from headway.record import write_jsonl
+    from headway.record.shards import write_jsonl
 
     loaded = _load(config, context)
     made = _with_view(lambda view: launch.rollout_only(loaded, groups or loaded.trainer.batch_groups, view))
@@ -172,7 +172,7 @@ def rollout(
 @app.command()
 def replay(run: RunPath) -> None:
     """Train a recorded run again and see that it leads to identical weights."""
-    from headway.resume import replay as retrain_run
+    from headway.control.resume import replay as retrain_run
 
     version, digest = _with_view(lambda view: retrain_run(run, view))
     _print(f"replayed {version} training steps: every version's weights are identical to the record (last {digest})")
@@ -181,7 +181,7 @@ def replay(run: RunPath) -> None:
 @app.command()
 def report(run: RunPath) -> None:
     """Make summary.json, report.png and metrics.jsonl of a run again, and print the summary."""
-    from headway.report import table, write_report
+    from headway.monitor.report import table, write_report
 
     _print(table(write_report(run)))
     _print(f"curves and timeline: {run / 'report.png'}")
@@ -192,8 +192,8 @@ def engines(
     run: RunPath, count: Annotated[int, typer.Option(min=1, max=256, help="how many engines it is to have")]
 ) -> None:
     """Have a run that goes on use more or fewer engines."""
-    from headway.record import EVENTS_NAME
-    from headway.wanted import ask
+    from headway.control.resize import ask
+    from headway.record.shards import EVENTS_NAME
 
     ask(run, EVENTS_NAME, count)
     _print(f"asked for {count} engine{'s' * (count > 1)}; the run tells when they have joined or left")

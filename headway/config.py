@@ -92,7 +92,7 @@ class SamplingSection(Section):
 class RolloutSection(Section):
     workers: int = Field(1, ge=1, le=256, description="rollout processes")
     group_size: int = Field(8, ge=1, description="trajectories sampled from each prompt")
-    workflow: str = Field("headway.workflows.single_turn:SingleTurn", description="how an episode runs")
+    workflow: str = Field("headway.rollout.workflows.single_turn:SingleTurn", description="how an episode runs")
     max_groups: int = Field(0, ge=0, description="most groups admitted and not yet taken; 0 leaves it to staleness")
 
 

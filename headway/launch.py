@@ -21,26 +21,41 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headway.config import Config
+from headway.control.staleness import StalenessControl, resolve_window
+from headway.control.workers import (
+    Fleet,
+    make_private,
+    open_runtime,
+    start_generation,
+    start_trainer,
+    until_failure,
+)
 from headway.errors import ConfigError, RunFailed
-from headway.events import Event, read
-from headway.fit import check_fit
-from headway.fleet import Fleet, make_private, open_runtime, start_generation, start_trainer, until_failure
-from headway.ledger import Ledger, RunState, fold, ledger
-from headway.metrics import Metrics
-from headway.prompts import PromptStream, check_there, load_prompts
-from headway.record import EVENTS_NAME, RunLog
-from headway.report import Summary, write_report
-from headway.runtime import check_ray
-from headway.staleness import StalenessControl, resolve_window
-from headway.tokenizer import load_tokenizer
-from headway.types import Admission, Batch, Group, Ints, Prompt, Sampling, StepReport
-from headway.view import View
+from headway.model.memory import check_fit
+from headway.model.tokenizer import load_tokenizer
+from headway.monitor.metrics import Metrics
+from headway.monitor.report import Summary, write_report
+from headway.monitor.view import View
+from headway.record.events import Event, read
+from headway.record.ledger import Ledger, RunState, fold, ledger
+from headway.record.shards import EVENTS_NAME, RunLog
+from headway.runtime.ray import check_ray
+from headway.tasks.prompts import PromptStream, check_there, load_prompts
+from headway.types import (
+    Admission,
+    Batch,
+    Group,
+    Ints,
+    Prompt,
+    Sampling,
+    StepReport,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from headway.controller import Tasks
-    from headway.evaluate import Evaluation
+    from headway.control.controller import Tasks
+    from headway.rollout.evaluate import Evaluation
 
 _PROBE_TOKENS = 48
 
@@ -68,8 +83,8 @@ def prepare(config: Config) -> Prepared:
     _check_path(config.model.path)
     for reference in (config.task.train, config.task.eval):
         check_there(reference)
-    from headway.models import load_config, model_shape  # takes seconds, which a wrong path need not wait for
-    from headway.rollout import check_workflow
+    from headway.model.loading import load_config, model_shape  # takes seconds, which a wrong path need not wait for
+    from headway.rollout.worker import check_workflow
 
     if config.run.runtime == "ray":
         check_ray()
@@ -117,7 +132,7 @@ def check_devices(config: Config) -> None:
     devices = config.engine.devices
     if {*devices, *config.trainer.devices} == {"cpu"}:
         return
-    from headway.models import DTYPES, find_device
+    from headway.model.device import DTYPES, find_device
 
     for knob, names in (("engine.device", devices), ("trainer.device", config.trainer.devices)):
         for name in names if config.run.runtime != "ray" else ():
@@ -128,7 +143,7 @@ def check_devices(config: Config) -> None:
 
 def _check_vllm(python: str) -> None:
     if python:
-        from headway.engine.vllm.server import check_interpreter
+        from headway.engine.vllm.process import check_interpreter
 
         check_interpreter(python)
 
@@ -227,8 +242,8 @@ async def _run_to_the_end(
     view: View,
 ) -> None:
     """Start, resume if there is something to resume, run; the log's last word says how it ended."""
-    from headway.controller import Controller
-    from headway.resume import progress_from
+    from headway.control.controller import Controller
+    from headway.control.resume import progress_from
 
     if not history:
         _begin(prepared, log, directory)
@@ -238,7 +253,7 @@ async def _run_to_the_end(
             fleet = Fleet(runtime, prepared.config, prepared.staleness().worst_staleness)
             with view.phase("starting workers"):
                 workers = await fleet.start_all()
-            progress = await progress_from(prepared, log, state, history, workers.trainer, directory, view)
+            progress = await progress_from(prepared.staleness(), log, state, history, workers.trainer, directory, view)
             await Controller(prepared.config, fleet, workers, _tasks(prepared), progress, log, directory, view).run()
         tokens.finish()
         tokens.check()
@@ -281,7 +296,7 @@ async def _stoppable() -> AsyncIterator[None]:
 
 
 def _tasks(prepared: Prepared) -> "Tasks":
-    from headway.controller import Tasks
+    from headway.control.controller import Tasks
 
     return Tasks(
         stream=PromptStream(prepared.prompts, prepared.config.run.seed),
@@ -376,7 +391,7 @@ async def train_from(config: Config, groups: list[Group], view: View) -> list[di
 
 async def evaluate_only(config: Config, view: View) -> "Evaluation":
     """Held-out accuracy of the model as it is."""
-    from headway.evaluate import evaluate
+    from headway.rollout.evaluate import evaluate
 
     with view.phase("reading the model and the prompts"):
         prepared = prepare(config)

@@ -5,10 +5,17 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from headway.config import Config
-from headway.fit import count_parameters, engine_weight_bytes, gigabytes, kv_bytes, num_weight_sets, rank_bytes
-from headway.fleet import reservations
+from headway.control.workers import reservations
 from headway.launch import Prepared, prepare
-from headway.packing import ModelShape
+from headway.model.memory import (
+    count_parameters,
+    engine_weight_bytes,
+    gigabytes,
+    kv_bytes,
+    num_weight_sets,
+    rank_bytes,
+)
+from headway.model.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -19,7 +26,7 @@ class Plan:
 
 def describe(config: Config) -> Plan:
     """Check the whole config and work out the plan; raises the sentence that `train` would raise."""
-    from headway.models import model_shape
+    from headway.model.loading import model_shape
 
     prepared = prepare(config)
     shape = model_shape(prepared.model_config)

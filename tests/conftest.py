@@ -57,8 +57,8 @@ def build_variant(directory: Path, name: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from headway.checkpoint import save_model
-    from headway.tokenizer import build_character_tokenizer
+    from headway.model.tokenizer import build_character_tokenizer
+    from headway.training.checkpoint import save_model
 
     torch.set_num_threads(1)
     tokenizer = build_character_tokenizer(ALPHABET)
@@ -129,7 +129,7 @@ def stage(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 def publisher() -> Any:
     """One that serves its weights over connections (`weights.Publisher`)."""
-    from headway.weights import Publisher
+    from headway.weights.publish import Publisher
 
     made = Publisher(["stream"])
     yield made
@@ -139,14 +139,14 @@ def publisher() -> Any:
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights travel in many pieces."""
-    from headway import weights
+    from headway.weights import receive
 
-    monkeypatch.setattr(weights, "_BUCKET_BYTES", 1000)
+    monkeypatch.setattr(receive, "_BUCKET_BYTES", 1000)
 
 
 @pytest.fixture
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who fetches weights tries again at once."""
-    from headway import weight_stream
+    from headway.weights import stream
 
-    monkeypatch.setattr(weight_stream, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(stream, "_PAUSE_S", 0.001)

@@ -13,9 +13,9 @@ from headway.codec import decode, encode
 from headway.config import Config, all_keys, load, validate
 from headway.errors import ConfigError
 
-ROOT = Path(__file__).parent.parent
-LEAST = {"model": {"path": "m"}, "task": {"train": "rows.jsonl", "verifier": "headway.verifiers.number:number"}}
-LEAST_TOML = '[model]\npath = "m"\n[task]\ntrain = "rows.jsonl"\nverifier = "headway.verifiers.number:number"\n'
+ROOT = Path(__file__).parents[1]
+LEAST = {"model": {"path": "m"}, "task": {"train": "rows.jsonl", "verifier": "headway.tasks.verifiers.number:number"}}
+LEAST_TOML = '[model]\npath = "m"\n[task]\ntrain = "rows.jsonl"\nverifier = "headway.tasks.verifiers.number:number"\n'
 
 
 def with_values(**sections: Any) -> dict[str, Any]:

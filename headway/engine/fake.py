@@ -12,7 +12,7 @@ from contextlib import suppress
 import numpy as np
 import xxhash
 
-from headway.engine import KvPolicy
+from headway.engine.protocol import KvPolicy
 from headway.types import (
     Chunk,
     Completion,

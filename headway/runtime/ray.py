@@ -22,10 +22,18 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from headway.errors import ConfigError, DeadlineExceeded, HeadwayError, WorkerDied
 from headway.runtime import channel
-from headway.runtime.cluster import Cluster
-from headway.runtime.handle import Handle, Peer, find_peer, join_run, leave_run, remote_methods, with_deadline
+from headway.runtime.driver import Cluster
+from headway.runtime.handle import (
+    Handle,
+    Peer,
+    find_peer,
+    join_run,
+    leave_run,
+    remote_methods,
+    with_deadline,
+)
+from headway.runtime.launch import closed, describe_exit, obituary, open_arguments
 from headway.runtime.local import CLOSE_S, LocalRuntime
-from headway.runtime.process import closed, describe_exit, obituary, open_arguments
 
 T = TypeVar("T")
 

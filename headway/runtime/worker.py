@@ -24,8 +24,8 @@ from typing import Any
 from headway import codec
 from headway.runtime import channel
 from headway.runtime.channel import Channel, error_to_plain
+from headway.runtime.compute import offload, start_compute_thread
 from headway.runtime.handle import join_run, remote_methods
-from headway.runtime.offload import offload, start_compute_thread
 
 _PR_SET_PDEATHSIG = 1
 _PROOF_S = 60.0  # a client that has not shown by then that it has the token is turned away

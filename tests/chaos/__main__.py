@@ -58,7 +58,7 @@ def runnable() -> set[tuple[str, str]]:
 def make_world(home: Path, runs: list[list[Scenario]], told: argparse.Namespace) -> World:
     from conftest import build_variant
 
-    from headway.models import load_config
+    from headway.model.loading import load_config
 
     models = {"embedded": str(home / "model")}
     build_variant(home / "model", "llama")
@@ -68,7 +68,7 @@ def make_world(home: Path, runs: list[list[Scenario]], told: argparse.Namespace)
     vocab_sizes = {kind: load_config(path).vocab_size for kind, path in models.items()}
     digest = undisturbed_digest(home / "undisturbed", models["embedded"])
     started = time.monotonic()
-    os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", "import headway.trainer")
+    os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", "import headway.training.trainer")
     # Everything here waits for imports: how long they take now says how long silence has to be to mean something.
     pace_s = time.monotonic() - started
     health_s = told.health or max(3.0, pace_s)

@@ -17,8 +17,8 @@ from chaos.faults import INSIDE, NotDone, harm, lost_worker, names_cause, proces
 from chaos.scenario import BATCH_GROUPS, FAULTS_PER_RUN, NUM_STEPS, STEPS_PER_FAULT, Run, Scenario
 from chaos.verdict import problems_of, problems_of_the_end
 from headway.config import Config, load
-from headway.events import Event, read
-from headway.ledger import fold
+from headway.record.events import Event, read
+from headway.record.ledger import fold
 
 TASK = """
 import json, os, time

@@ -8,9 +8,9 @@ from system import check_admissions, check_fates, check_finished, check_prompts,
 
 from headway.config import Config
 from headway.errors import HeadwayError
-from headway.events import Event
-from headway.ledger import RunState, fold
-from headway.record import Record
+from headway.record.events import Event
+from headway.record.ledger import RunState, fold
+from headway.record.shards import Record
 from headway.types import Batch, Group
 
 

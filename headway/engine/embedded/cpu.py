@@ -21,11 +21,11 @@ from headway.engine.embedded.decoder import (
     TorchOperations,
     activation_name,
 )
-from headway.engine.embedded.kv import DecodeAttention, KvMemory, PrefillAttention, Row, decode_order
-from headway.engine.embedded.live import Live
 from headway.engine.embedded.live_weights import LiveWeights
 from headway.engine.embedded.sampler import sample, uniforms
-from headway.models import model_shape
+from headway.engine.embedded.sequence import Live
+from headway.engine.embedded.slab_kv import DecodeAttention, KvMemory, PrefillAttention, Row, decode_order
+from headway.model.loading import model_shape
 from headway.types import Floats, Ints, WeightUpdate
 
 

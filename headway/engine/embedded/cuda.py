@@ -17,16 +17,16 @@ from transformers import PreTrainedModel
 
 from headway.config import EngineSection
 from headway.engine.embedded import kernels
-from headway.engine.embedded.batch import DecodeBatch, bucket_of
+from headway.engine.embedded.decode_batch import DecodeBatch, bucket_of
 from headway.engine.embedded.decode_plan import DecodePlan, SharedPrefix, plan_decode
 from headway.engine.embedded.decoder import Decoder, Layer, Norm, Rotation, activation_name
-from headway.engine.embedded.live import Live
 from headway.engine.embedded.live_weights import LiveWeights
 from headway.engine.embedded.paged_attention import decode_attention, prefill_attention
 from headway.engine.embedded.paged_kv import PAGE, PagedMemory, Pages
 from headway.engine.embedded.sampler import sample, uniforms
+from headway.engine.embedded.sequence import Live
 from headway.errors import ConfigError
-from headway.models import model_shape
+from headway.model.loading import model_shape
 from headway.types import Floats, Ints, WeightUpdate
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headway.engine.embedded.live_weights import Head, Matrix
-from headway.models import attention_softcap, logit_softcap, model_shape, named_weights
+from headway.model.attention import attention_softcap
+from headway.model.loading import model_shape, named_weights
+from headway.model.logprobs import logit_softcap
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headway.errors import DeadlineExceeded
-from headway.models import cap_logits, head_logits, named_weights
+from headway.model.loading import named_weights
+from headway.model.logprobs import cap_logits, head_logits
 from headway.types import WeightUpdate
-from headway.weights import ShadowWeights
+from headway.weights.shadow import ShadowWeights
 
 _PACKED_FROM = 1 << 18
 """Elements of the smallest matrix worth packing: below that, the call costs more than the layout saves."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headway.engine.embedded.decoder import Layer, Norm, Rotation
-from headway.engine.embedded.kv import KvMemory, Row
+from headway.engine.embedded.slab_kv import KvMemory, Row
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _FLAGS = (

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.packing import ModelShape
+from headway.model.shape import ModelShape
 
 PAGE = 16
 """Tokens of a page."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import aiohttp
 
-from headway.engine.vllm import wire
-from headway.engine.vllm.wire import Message, Part, ServerFailed
+from headway.engine.vllm import messages
+from headway.engine.vllm.messages import Message, Part, ServerFailed
 from headway.errors import ConfigError, DeadlineExceeded, RequestRefused
 
 LOOK_S = 30.0
@@ -34,7 +34,7 @@ class Facts:
 
     @property
     def endpoint(self) -> str:
-        return wire.GENERATE if self.has_spans else wire.COMPLETIONS
+        return messages.GENERATE if self.has_spans else messages.COMPLETIONS
 
 
 class Client:
@@ -72,7 +72,7 @@ class Client:
                 await self._json(path, response)
             finished = False
             async for message in _events(response.content):
-                part = wire.part_of(message)
+                part = messages.part_of(message)
                 if part is not None:
                     finished = bool(part.finish)
                     yield part
@@ -82,9 +82,9 @@ class Client:
     async def _json(self, path: str, response: aiohttp.ClientResponse) -> Any:
         text = await response.text()
         if 400 <= response.status < 500:
-            raise RequestRefused(f"{self.name} refused {path}: {wire.text_error(text)}")
+            raise RequestRefused(f"{self.name} refused {path}: {messages.text_error(text)}")
         if response.status != 200:
-            raise ServerFailed(f"{path} answered {response.status}: {wire.text_error(text)}")
+            raise ServerFailed(f"{path} answered {response.status}: {messages.text_error(text)}")
         try:
             return json.loads(text)
         except ValueError as error:
@@ -121,7 +121,7 @@ class Client:
             version=version,
             model=served["id"],
             context=int(served["max_model_len"]),
-            logprobs_mode=model.get("logprobs_mode", wire.RAW),
+            logprobs_mode=model.get("logprobs_mode", messages.RAW),
             kv_tokens=(cache.get("num_gpu_blocks") or 0) * (cache.get("block_size") or 0),
             has_spans=await self._has_spans(),
         )
@@ -142,12 +142,12 @@ class Client:
         """Whether it stamps tokens with the version of the weights, and can be told that version."""
         # Asked of its own listing: an endpoint that is switched off is there all the same, and refuses every call.
         listed: Message = (await self._look("/openapi.json"))["paths"]
-        return {wire.GENERATE, "/update_weight_version"} <= listed.keys()
+        return {messages.GENERATE, "/update_weight_version"} <= listed.keys()
 
     async def _look(self, path: str, params: dict[str, str] | None = None) -> Any:
         status, text = await self.get(path, params)
         if status != 200:
-            said = wire.text_error(text)
+            said = messages.text_error(text)
             raise ConfigError(f"{self.name} answers {path} with {status} ({said}); start it without what forbids that")
         return json.loads(text)
 
@@ -155,7 +155,7 @@ class Client:
         status, text = await self.get("/metrics")
         if status != 200:
             raise ServerFailed(f"/metrics answered {status}")
-        return wire.metrics_of(text)
+        return messages.metrics_of(text)
 
     async def is_healthy(self) -> bool:
         return (await self.get("/health"))[0] == 200

@@ -73,7 +73,7 @@ def _cut(plan):
 
 def _loaded_engine():
     """The class of this worker's engine, once it is there."""
-    places = (("headway.engine.vllm", "VllmEngine"), ("headway.engine.embedded", "EmbeddedEngine"))
+    places = (("headway.engine.vllm.engine", "VllmEngine"), ("headway.engine.embedded.service", "EmbeddedEngine"))
     while True:
         for module, name in places:
             if hasattr(sys.modules.get(module), name):
@@ -107,14 +107,15 @@ def _talk_nonsense(plan):
 
 def _flip_a_bit(plan):
     """Of all weights that this engine receives from now on."""
-    from headway import weights
+    from headway.weights import fingerprints, shadow
+    from headway.weights import receive as receiving
 
-    receive, open_whole = weights.receive, weights.open_whole
+    receive, open_whole = receiving.receive, receiving.open_whole
 
     def corrupt(update, into):
         receive(update, into)
         tensor = list(into.values())[plan["draw"] % len(into)]
-        memory = weights.bytes_of(tensor)
+        memory = fingerprints.bytes_of(tensor)
         memory[plan["draw"] % len(memory)] ^= 1 << plan["draw"] % 8
 
     def open_corrupt(update):
@@ -123,12 +124,13 @@ def _flip_a_bit(plan):
         name = sorted(key for key in tensors if "proj" in key)[0]
         return tensors | {name: -tensors[name]}
 
-    weights.receive, weights.open_whole = corrupt, open_corrupt
+    shadow.receive = receiving.receive = corrupt
+    receiving.open_whole = open_corrupt
 
 
 def _break_transfers(plan):
     """Once or twice, where there are three tries."""
-    from headway.weight_stream import WeightServer
+    from headway.weights.stream import WeightServer
 
     answer, left = WeightServer._answer, [1 + plan["draw"] % 2]
 

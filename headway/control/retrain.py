@@ -1,0 +1,52 @@
+"""Recorded training steps, trained again: from the newest whole checkpoint to the last version the record knows.
+
+Invariants that live here:
+ 14. A crash loses nothing: versions never go back, because batches the record says were trained are trained again
+     first, to the recorded weights; a checkpoint that is damaged is named and passed over.
+ 16. Replay: from the record, the same batches lead to identical weights.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from headway.errors import DeadlineExceeded, HeadwayError, InvariantBroken, WorkerDied
+from headway.record.ledger import RunState
+from headway.record.shards import ShardRef
+from headway.training.ranks import AnyTrainer
+from headway.types import Batch, Group
+from headway.weights.fingerprints import digest
+
+
+async def load_newest_checkpoint(
+    state: RunState, trainer: AnyTrainer, directory: Path, tell: Callable[[str], None]
+) -> int:
+    """The version of the newest whole checkpoint; a damaged one is named and passed over; with none, the beginning."""
+    for _, slot in state.checkpoints:
+        # A damaged slot is a decision: the other one, or the beginning, leads to the same weights.
+        try:
+            return await trainer.load(str(directory / "checkpoint" / slot))
+        except (WorkerDied, DeadlineExceeded):
+            raise
+        except HeadwayError as error:
+            tell(f"{error}; trying the one before")
+    return 0
+
+
+async def retrain(
+    load_group: Callable[[ShardRef], Group],
+    state: RunState,
+    trainer: AnyTrainer,
+    from_version: int,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Train the recorded batches again, and see that they lead to the recorded weights."""
+    for version, ids in state.batches[from_version : state.num_trained]:
+        groups = tuple(load_group(state.finished[group]) for group in ids)
+        report = await trainer.train(Batch(version, groups))
+        found = digest((await trainer.publish()).fingerprints)
+        if report.skipped or found != state.digests[version + 1]:
+            raise InvariantBroken(
+                f"training step {version + 1} of the record, trained again, gave other weights than recorded; "
+                "the hardware, the software or the number of threads must have changed"
+            )
+        progress(version + 1 - from_version, state.num_trained - from_version)

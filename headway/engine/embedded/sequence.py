@@ -1,0 +1,145 @@
+"""What scheduler and executors share: a request being generated, and the contracts of memory and executor."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from headway.engine.embedded.sampler import request_counter
+from headway.types import (
+    Chunk,
+    Completion,
+    Floats,
+    Ints,
+    Request,
+    StopReason,
+    WeightUpdate,
+)
+
+Row = Any
+"""Where one sequence's keys and values lie, as its memory describes it; None while it has no place."""
+
+
+class Live:
+    """A request the engine has taken in, with everything sampled for it so far."""
+
+    def __init__(self, request: Request, max_context: int):
+        self.request = request
+        self.name = str(request.key)
+        self.num_prompt = len(request.tokens)
+        self.stops = frozenset(request.sampling.stop_tokens)
+        self.limit = min(self.num_prompt + request.sampling.max_tokens, max_context)
+        self.tokens = np.empty(max(self.limit, self.num_prompt), np.int32)
+        self.tokens[: self.num_prompt] = request.tokens
+        self.num_tokens = self.num_prompt
+        self.logprobs = np.empty(len(self.tokens), np.float32)
+        self.versions = np.empty(len(self.tokens), np.int32)
+        self.counter = request_counter(request)
+        self.prefix = request.tokens[:-1].tobytes()
+        self.row: Row = None  # while it has a place in memory
+        self.num_cached = 0
+        self.kv_version = -1
+        self.donor: Live | None = None  # the sequence whose prompt this one is going to fork
+        self.replays = False  # after a preemption in deterministic mode: decodes again what it had sampled
+        if request.sampled is not None:
+            self._take(request.sampled)
+        self.num_sent = self.num_tokens
+
+    def _take(self, sampled: Chunk) -> None:
+        """What another engine sampled; its keys and values are still to be computed, as after a preemption."""
+        part = slice(self.num_prompt, self.num_prompt + len(sampled.tokens))
+        self.tokens[part], self.logprobs[part], self.versions[part] = sampled.tokens, sampled.logprobs, sampled.versions
+        self.num_tokens = part.stop
+
+    @property
+    def fresh(self) -> bool:
+        return self.num_tokens == self.num_prompt
+
+    @property
+    def up_to_date(self) -> bool:
+        return self.num_cached == self.num_tokens - 1
+
+    @property
+    def decodable(self) -> bool:
+        return self.up_to_date or (self.replays and self.num_cached >= self.num_prompt - 1)
+
+    def extend(self, tokens: Ints, logprobs: Floats, version: int) -> None:
+        """Tokens sampled one after the other, from the last token on; the last of them is not cached yet."""
+        part = slice(self.num_tokens, self.num_tokens + len(tokens))
+        self.tokens[part], self.logprobs[part], self.versions[part] = tokens, logprobs, version
+        self.num_tokens = part.stop
+        self.num_cached = self.num_tokens - 1
+
+    def chunk(self) -> Chunk:
+        part = slice(self.num_sent, self.num_tokens)
+        self.num_sent = self.num_tokens
+        return Chunk(self.tokens[part].copy(), self.logprobs[part].copy(), self.versions[part].copy())
+
+    def completion(self, stop: StopReason) -> Completion:
+        part = slice(self.num_prompt, self.num_tokens)
+        return Completion(self.tokens[part].copy(), self.logprobs[part].copy(), self.versions[part].copy(), stop)
+
+
+class Memory(Protocol):
+    """Key/value memory. Running out is an answer (None, False), not a failure."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_used(self) -> int: ...
+
+    def allocate(self, num_tokens: int, donor: Row = None, num_shared: int = 0) -> Row:
+        """Room for `num_tokens`, of which the first `num_shared` are going to be the donor's."""
+        ...
+
+    def copy(self, source: Row, target: Row, num_tokens: int) -> None:
+        """Fork: the first `num_tokens` of `source` become those of `target`, which was allocated for that."""
+        ...
+
+    def grow(self, row: Row, num_tokens: int) -> bool: ...
+
+    def shrink(self, row: Row, num_tokens: int) -> None:
+        """What lies beyond the first `num_tokens` is not needed any more."""
+        ...
+
+    def renew(self, row: Row, donor: Row = None, num_shared: int = 0) -> bool:
+        """The row is going to be computed again: as if freed and allocated, at the size it has."""
+        ...
+
+    def free(self, row: Row) -> None: ...
+
+
+class Executor(Protocol):
+    """Runs the model for the scheduler: chunks of known tokens, steps of sampled ones."""
+
+    @property
+    def memory(self) -> Memory: ...
+
+    def num_steps(self, num_rows: int) -> int:
+        """The most tokens to sample between two looks of the scheduler, for so many sequences together."""
+        ...
+
+    def prefill(self, chunks: Sequence[tuple[Live, int]]) -> None:
+        """Compute keys and values of each sequence's next so many tokens."""
+        ...
+
+    def decode(self, ready: Sequence[Live], num_steps: int) -> list[tuple[Ints, Floats]]:
+        """Up to `num_steps` tokens and log-probs for each, as far as its stop tokens and its limit allow."""
+        ...
+
+    @property
+    def device_s(self) -> float:
+        """What the steps of the last decode took on a device that works beside the host; 0 where there is none."""
+        ...
+
+    def score(self, tokens: Ints, row: Row, temperature: float) -> Floats:
+        """Log-probs of given tokens by teacher forcing, through the memory that generation uses."""
+        ...
+
+    @property
+    def staged_version(self) -> int | None: ...
+
+    def stage(self, update: WeightUpdate) -> None: ...
+
+    def swap(self) -> dict[str, str]: ...

@@ -1,0 +1,185 @@
+"""The embedded engine: the default, in the package, for one machine.
+
+It runs the parameters of the transformers module the trainer trains. This file is the service: it takes requests at
+any time, steps the core on the compute thread, and hands each request its own chunks while the next step runs. Between
+two steps is where the core is given new requests, weights are swapped and probes are scored. Receiving weights happens
+beside running generation, on a thread of its own.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from headway.config import EngineSection
+from headway.engine.protocol import KvPolicy
+from headway.errors import RequestRefused, WorkerDied
+from headway.runtime.compute import offload
+from headway.runtime.handle import Inbox
+from headway.types import (
+    Chunk,
+    Completion,
+    EngineStats,
+    Ints,
+    Request,
+    RequestKey,
+    Scores,
+    SwapReport,
+    WeightUpdate,
+)
+
+KEY_WAIT_S = 2.0
+_LOOK_S = 0.002
+_NOT_OPEN = "the engine is not open, or was closed while requests were being generated"
+
+
+class EmbeddedEngine:
+    def __init__(self, model_path: str, dtype: str, section: EngineSection, deterministic: bool, kv_share: float = 0.8):
+        """`kv_share` is the part of a GPU's free memory that keys and values take when `kv_tokens` is 0."""
+        from headway.engine.embedded.scheduler import EngineCore
+        from headway.model.device import DTYPES, find_device
+        from headway.model.loading import load_config, load_model
+        from headway.model.tokenizer import decode, load_tokenizer
+
+        context = section.max_context or load_config(model_path).max_position_embeddings
+        self._tokenizer: Any = None
+
+        def decode_text(tokens: list[int]) -> str:
+            if self._tokenizer is None:
+                self._tokenizer = load_tokenizer(model_path)
+            return decode(self._tokenizer, tokens)
+
+        device = find_device("engine.device", section.device, DTYPES[dtype])
+        model = load_model(model_path, DTYPES[dtype]).to(device)  # type: ignore[arg-type]  # transformers' own wrapper
+        self._core = EngineCore(model, section, context, deterministic, decode_text, kv_share)
+        self._streams: dict[str, Inbox] = {}
+        self._arrived: dict[str, Request] = {}  # what the core does not know of yet
+        self._wake = asyncio.Event()
+        self._between_steps = asyncio.Lock()
+        self._paused = False
+        self._loop: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        self._loop = asyncio.create_task(self._generate_forever())
+        self._loop.add_done_callback(self._fail_streams)
+
+    async def close(self) -> None:
+        if self._loop is not None:
+            self._loop.cancel()
+            await asyncio.gather(self._loop, return_exceptions=True)
+
+    async def _generate_forever(self) -> None:
+        """Consumes requests; waits for work; is unblocked by a request, a resume or an abort; produces chunks."""
+        while True:
+            if self._paused or not (self._core.has_work or self._arrived):
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            async with self._between_steps:
+                self._take_in()
+                self._deliver(await offload(self._core.step))
+
+    def _take_in(self) -> None:
+        """Give the core what has arrived; a request that it refuses is told so. Between steps only."""
+        for name, request in self._arrived.items():
+            # Whatever is wrong with a request is its own trouble.
+            try:
+                self._core.submit(request)
+            except Exception as error:
+                self._streams[name].set_exception(error)
+        self._arrived.clear()
+        self._deliver(self._core.take_outputs())
+
+    def _deliver(self, outputs: list[tuple[str, Chunk | Completion]]) -> None:
+        for name, item in outputs:
+            if name in self._streams:
+                self._streams[name].put(item)
+
+    def _fail_streams(self, loop: asyncio.Task[None]) -> None:
+        """Generation ended: why, for every request, instead of silence."""
+        error = None if loop.cancelled() else loop.exception()
+        for stream in self._streams.values():
+            stream.set_exception(error or WorkerDied(_NOT_OPEN))
+
+    def _check_alive(self) -> None:
+        """If generation broke, its error."""
+        if self._loop is None or self._loop.cancelled():
+            raise WorkerDied(_NOT_OPEN)
+        if self._loop.done():
+            self._loop.result()
+
+    async def generate(self, request: Request) -> AsyncIterator[Chunk | Completion]:
+        name = str(request.key)
+        await self._await_key(name)
+        stream = self._streams[name] = Inbox()
+        finished = False
+        try:
+            self._check_alive()
+            # Left here, not brought to the core after the step under way: a thousand that wait would hold up the next.
+            self._arrived[name] = request
+            if not self._between_steps.locked():
+                self._take_in()
+            self._wake.set()
+            while not finished:
+                item = await stream.next()
+                finished = isinstance(item, Completion)
+                yield item
+        finally:
+            if not finished and self._arrived.pop(name, None) is None:
+                async with self._between_steps:
+                    self._core.drop(request.key)
+            # Only now: a request that reuses the key must not be handed what was meant for this one.
+            del self._streams[name]
+
+    async def _await_key(self, name: str) -> None:
+        """Whoever used the key before may have died, and its request is being dropped; a living one keeps its key."""
+        deadline = time.monotonic() + KEY_WAIT_S
+        while name in self._streams:
+            if time.monotonic() > deadline:
+                raise RequestRefused(f"request {name} is already being generated; give each call a key of its own")
+            await asyncio.sleep(_LOOK_S)
+
+    async def abort(self, key: RequestKey) -> None:
+        async with self._between_steps:
+            self._take_in()
+            self._core.abort(key)
+            self._deliver(self._core.take_outputs())
+
+    async def score(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
+        async with self._between_steps:
+            return await offload(self._core.score, sequences, temperature)
+
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        # Not on the compute thread: generation goes on while the bytes arrive.
+        await asyncio.to_thread(self._core.stage, update)
+
+    async def swap(self, version: int, kv: KvPolicy) -> SwapReport:
+        if kv == "drain":
+            await self._drain()
+        async with self._between_steps:
+            report = await offload(self._core.swap, version, kv)
+        self._wake.set()
+        return report
+
+    async def _drain(self) -> None:
+        """Return once every sequence that was under way has ended; new ones wait for the swap."""
+        async with self._between_steps:
+            self._core.drain()
+        self._wake.set()
+        while not self._core.is_idle:
+            self._check_alive()
+            await asyncio.sleep(_LOOK_S)
+
+    async def pause(self) -> None:
+        self._paused = True
+        async with self._between_steps:
+            pass
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._wake.set()
+
+    async def stats(self) -> EngineStats:
+        known = self._core.stats()
+        return replace(known, waiting=known.waiting + len(self._arrived))

@@ -1,0 +1,62 @@
+"""The Engine protocol: token space, few verbs; embedded (ours), fake (tests), and room for servers of other make.
+
+Invariants that live here:
+  3. Versions are the engine's: it stamps version and log-prob on every token at the moment it samples it.
+ 13. Generation waits for little: a running sequence waits for the swap and, under recompute, for its own
+     re-prefill; never for the transfer of weights.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Literal, Protocol
+
+from headway.types import (
+    Chunk,
+    Completion,
+    EngineStats,
+    Ints,
+    Request,
+    RequestKey,
+    Scores,
+    SwapReport,
+    WeightUpdate,
+)
+
+KvPolicy = Literal["recompute", "keep", "drain"]
+"""What a swap does about sequences that are under way: compute their keys and values anew, leave those as they are, or
+wait until they have ended, so that every completion is of one version."""
+
+
+class Engine(Protocol):
+    def generate(self, request: Request) -> AsyncIterator[Chunk | Completion]:
+        """Yield chunks as tokens are sampled, then the completion, exactly once and last.
+
+        A request that brings what another engine `sampled` of it is continued from there: chunks hold what is sampled
+        here, the completion holds everything, and all of it counts towards its limits.
+        """
+        ...
+
+    async def abort(self, key: RequestKey) -> None:
+        """End a request now; its completion arrives with stop reason `aborted`. Unknown keys are ignored."""
+        ...
+
+    async def score(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
+        """Log-probs of the given tokens under the live weights, by teacher forcing."""
+        ...
+
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        """Receive an update beside the live weights while generation goes on."""
+        ...
+
+    async def swap(self, version: int, kv: KvPolicy) -> SwapReport:
+        """Make the staged version live between two decode steps; no request is lost."""
+        ...
+
+    async def pause(self) -> None:
+        """Return once no decode step runs; requests are kept."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,198 @@
+"""A vLLM server at hand: started here or found at a URL, checked before it is used, watched while it is.
+
+Invariant that lives here:
+ 11. Weight sync is proved at every load: what is served when the engine opens scores a probe as transformers does.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from headway.config import EngineSection
+from headway.engine.vllm import messages
+from headway.engine.vllm.client import Client, Facts, until_healthy
+from headway.engine.vllm.messages import Message, ServerFailed
+from headway.engine.vllm.model_copy import ServedModel, WeightFiles
+from headway.engine.vllm.process import SCALE_OUT, Server, arguments, check_interpreter
+from headway.errors import ConfigError, DeadlineExceeded, HeadwayError, RequestRefused, WorkerDied
+from headway.types import Floats, Ints
+from headway.weights import probe
+
+_HEALTH_EVERY_S = 2.0
+_EXIT_S = 2.0  # a server that failed a call waits this long for the operating system to say how it ended
+
+
+class Host:
+    client: Client
+    facts: Facts
+    served: ServedModel
+    context: int
+
+    def __init__(
+        self, model_path: str, dtype: str, section: EngineSection, url: str, logprobs_mode: str, deadline_s: float
+    ):
+        self._path, self._dtype, self._section, self._url = model_path, dtype, section, url
+        self._mode, self._deadline_s = logprobs_mode, deadline_s
+        self.files = WeightFiles(section.weights_dir)
+        self.failure: HeadwayError | None = None
+        self._server: Server | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    async def open(self, kv_share: float, on_failure: Callable[[HeadwayError], None]) -> None:
+        """Connect and check; from then on `on_failure` is told, once, when the server is lost."""
+        try:
+            await self._connect(kv_share)
+            await self._check()
+        except ServerFailed as error:
+            raise await self.obituary(error) from error
+        if self._server is not None:
+            self._server.forget()
+        self._watching = asyncio.create_task(self._watch(on_failure))
+
+    async def _connect(self, kv_share: float) -> None:
+        section = self._section
+        version = () if self._url else await asyncio.to_thread(check_interpreter, section.vllm_python)
+        if version and version < SCALE_OUT:
+            self._check_swap(f"vLLM {'.'.join(map(str, version))}")
+        self.served = await asyncio.to_thread(self.files.write_model, self._path, self._dtype)
+        if self._url:
+            self.client = Client(self._url, self._deadline_s)
+            return
+        words = arguments(section, version, self.served, self._dtype, self._mode, kv_share)
+        self._server = await Server.start(section.vllm_python, self.files.served, words, section.device)
+        self.client = Client(self._server.socket, self._deadline_s)
+        await self._until_ready(self._server)
+
+    async def _until_ready(self, server: Server) -> None:
+        ready = asyncio.ensure_future(until_healthy(self.client, self._deadline_s))
+        await asyncio.wait({ready, server.ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            ready.cancel()
+            raise ConfigError(f"{server.ended.result()}; it was not ready yet: check engine.vllm_args and the log")
+        try:
+            ready.result()
+        except TimeoutError as error:
+            sentence = f"the vLLM server was not ready within {self._deadline_s:g} s"
+            raise DeadlineExceeded(f"{sentence}; raise run.deadline_s, or see the engine's log") from error
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        if hasattr(self, "client"):
+            await self.client.close()
+        if self._server is not None:
+            await self._server.close()
+        self.files.close()
+
+    # Checks
+
+    async def _check(self) -> None:
+        self.facts = await self.client.facts()
+        self.context = self._section.max_context or self.served.context
+        self._check_facts()
+        if self._url:
+            await self._load_served()
+        if self.facts.has_spans:
+            await self.ask("/update_weight_version", {"new_version": "0"})
+        await self._check_model()
+
+    def _check_facts(self) -> None:
+        facts, name = self.facts, self.client.name
+        if facts.context < self.context:
+            raise ConfigError(
+                f"{name} takes sequences of up to {facts.context} tokens, and {self.context} are needed; "
+                f"start it with --max-model-len {self.context}, or set engine.max_context = {facts.context}"
+            )
+        if facts.logprobs_mode != self._mode:
+            raise ConfigError(f"{name} gives {facts.logprobs_mode}; start it with --logprobs-mode {self._mode}")
+        if not facts.has_spans:
+            self._check_swap(name)
+
+    def _check_swap(self, what: str) -> None:
+        """Without spans, what a swap does to running sequences is limited."""
+        if self._section.kv_on_swap == "keep":
+            raise ConfigError(
+                f"{what} does not say which weights sampled a token, and engine.kv_on_swap = keep needs that; "
+                "serve with --enable-scale-out (vLLM 0.32), or set engine.kv_on_swap = recompute"
+            )
+
+    async def _load_served(self) -> None:
+        """A server may hold what another run left in it; one with another vocabulary or other sizes cannot load it."""
+        try:
+            await self.load(str(self.files.served))
+        except ServerFailed as error:
+            raise ConfigError(
+                f"{self.client.name} cannot load {self._path} from {self.files.served} ({error}); start it on a copy "
+                "of that model (docs/vllm.md), and set engine.weights_dir to a directory that both can see"
+            ) from error
+        await self.ask("/reset_prefix_cache", params={"reset_running_requests": "true"})
+
+    async def _check_model(self) -> None:
+        found = await self.score(self.served.probe)
+        off, bound = probe.distance((found,), (self.served.reference,)), probe.BOUND[self._dtype]
+        if not off <= bound:
+            raise ConfigError(
+                f"{self.client.name} serves another model than {self._path}: a probe is off by {off:.3g} nats a "
+                f"token, and {bound:g} is the bound; start it on a copy of that model (docs/vllm.md)"
+            )
+
+    # Watching
+
+    async def _watch(self, on_failure: Callable[[HeadwayError], None]) -> None:
+        """Waits for the server to end or to be ill; produces the end of everything that waits for it."""
+        if self._server is not None:
+            self.failure = WorkerDied(str(await asyncio.shield(self._server.ended)))
+        else:
+            self.failure = await self._until_ill()
+        on_failure(self.failure)
+
+    async def _until_ill(self) -> HeadwayError:
+        while True:
+            await asyncio.sleep(_HEALTH_EVERY_S)
+            try:
+                if not await self.client.is_healthy():
+                    return WorkerDied(f"{self.client.name} says that its engine is dead; see its log")
+            except ServerFailed as error:
+                return WorkerDied(f"{self.client.name} is gone ({error})")
+            except DeadlineExceeded as error:
+                return error
+
+    def check_alive(self) -> None:
+        if self.failure is not None:
+            raise type(self.failure)(str(self.failure))
+
+    async def obituary(self, error: ServerFailed) -> HeadwayError:
+        """A call failed: if the server has ended, how; else what the call said."""
+        if self._server is None:
+            return WorkerDied(f"{self.client.name} failed: {error}")
+        await asyncio.wait({self._server.ended}, timeout=_EXIT_S)
+        if self._server.ended.done():
+            return WorkerDied(str(self._server.ended.result()))
+        said = self._server.cause()
+        return WorkerDied(f"{self.client.name} failed: {error}" + (f"; it said: {said}" if said else ""))
+
+    # Calls
+
+    async def ask(self, path: str, body: Message | None = None, params: dict[str, str] | None = None) -> Any:
+        """A call that must succeed: that it did not is told as the end of the server, if it was that."""
+        self.check_alive()
+        try:
+            return await self.client.post(path, body, params)
+        except ServerFailed as error:
+            raise await self.obituary(error) from error
+
+    async def load(self, weights: str) -> None:
+        await self.client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": weights}})
+
+    async def score(self, tokens: Ints) -> Floats:
+        if len(tokens) < 2:
+            return np.zeros(len(tokens), np.float32)
+        if len(tokens) >= self.facts.context:
+            longest = self.facts.context - 1
+            raise RequestRefused(f"a sequence to score has {len(tokens)} tokens, and vLLM scores up to {longest}")
+        endpoint = self.facts.endpoint
+        answer = await self.client.post(endpoint, messages.score_body(tokens, self.facts.model, endpoint))
+        return messages.scores_of(answer, tokens)

@@ -1,0 +1,175 @@
+"""Starts a vLLM server and watches it: its own interpreter, a socket nobody else can reach, an end that leaves nothing.
+
+The server listens on a Unix-domain socket in a private directory, because the endpoints that load weights ask nobody
+for a password. A guardian (headway/runtime/guardian.py) stands between: it ends the server and all its processes when
+this process ends in whatever way, which vLLM 0.32 does not do: its engine core outlives a killed API server.
+"""
+
+import asyncio
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+import headway
+from headway.config import DEFAULT_KV_TOKENS, EngineSection
+from headway.engine.vllm.model_copy import ServedModel
+from headway.errors import ConfigError, DeadlineExceeded, WorkerDied
+
+_BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from headway.runtime.guardian import main; main()"
+_ASK_VERSION = "from importlib.metadata import version; print(version('vllm'))"
+_ASK_S = 60.0
+_CLOSE_S = 9.0
+_SHORT = 80  # characters of a directory whose sockets' names still fit into 107
+_KEPT_LINES = 400
+SCALE_OUT = (0, 32)
+"""The version from which `--enable-scale-out` is known: tokens in and out, with the versions of the weights."""
+_CAUSE = re.compile(r"(?:^|[\s'\"])((?:\w+\.)*\w*(?:Error|Exception)|error): (?P<said>\S.*)")
+_PREFIX = re.compile(r"^(\([\w -]+ pid=\d+\) )?([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]+\] )?")
+
+
+def check_interpreter(python: str) -> tuple[int, ...]:
+    """The version of the vLLM an interpreter has; that it has none, or is none, is one sentence."""
+    if shutil.which(python) is None:
+        raise ConfigError(f"engine.vllm_python = {python} is no program that can be run; name an interpreter")
+    command, clean = [python, "-c", _ASK_VERSION], _clean_environment()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, env=clean)
+    except subprocess.TimeoutExpired as error:
+        raise DeadlineExceeded(f"engine.vllm_python = {python} did not answer within {_ASK_S:g} s") from error
+    if done.returncode != 0:
+        raise ConfigError(f"engine.vllm_python = {python} has no vLLM; install it there, as docs/vllm.md says")
+    return tuple(int(number) for number in re.findall(r"\d+", done.stdout)[:3])
+
+
+def arguments(
+    section: EngineSection, version: tuple[int, ...], served: ServedModel, dtype: str, mode: str, kv_share: float
+) -> list[str]:
+    """Of `vllm serve`, after the model and its address; the user's own come last, and win."""
+    context = section.max_context or served.context
+    listed = {
+        "--dtype": dtype,
+        # One more than sequences may have, so that a whole one can be scored: vLLM insists on sampling a token.
+        "--max-model-len": str(min(context + 1, served.context)),
+        "--max-num-seqs": str(section.max_num_seqs),
+        "--logprobs-mode": mode,
+        "--generation-config": "vllm",
+    }
+    kv_tokens = section.kv_tokens or (DEFAULT_KV_TOKENS if section.device == "cpu" else 0)
+    if kv_tokens:
+        listed["--kv-cache-memory-bytes"] = str(kv_tokens * served.kv_bytes)
+    else:
+        listed["--gpu-memory-utilization"] = f"{kv_share:g}"
+    if version < SCALE_OUT:
+        # Said to the server, because here a request cannot: an event for every token is more than it can write.
+        listed["--stream-interval"] = str(section.tokens_per_chunk)
+    flags = ["--disable-uvicorn-access-log", *["--enable-scale-out"] * (version >= SCALE_OUT)]
+    if section.device == "cpu":
+        # vLLM 0.32: a request with a seed whose prompt is computed in parts ends the server ("CPU Generator does not
+        # use offset").
+        flags.append("--no-enable-chunked-prefill")
+    return [*(word for pair in listed.items() for word in pair), *flags, *shlex.split(section.vllm_args)]
+
+
+def _clean_environment() -> dict[str, str]:
+    """Ours without what leads an interpreter to our packages: its environment is another."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+
+
+def environment(device: str, scratch: str) -> dict[str, str]:
+    """What the server's processes see beside what we do."""
+    values = _clean_environment()
+    values |= {
+        "VLLM_SERVER_DEV_MODE": "1",  # without it there are no endpoints for weights
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # Its sockets, but not all that is temporary: what torch compiles has to outlive the server, or starts are slow.
+        "VLLM_RPC_BASE_PATH": scratch,
+    }
+    if device == "cpu":
+        # Bound to all cores, as vLLM does by itself, several engines of one machine would share the first ones.
+        values.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        values["CUDA_VISIBLE_DEVICES"] = ""
+    elif device != "cuda":
+        number = int(device.partition(":")[2])
+        visible = [name for name in values.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        values["CUDA_VISIBLE_DEVICES"] = visible[number] if visible else str(number)
+    return values
+
+
+class Server:
+    """A vLLM server of our own; its output goes where ours does, and its last words are kept."""
+
+    def __init__(self, process: asyncio.subprocess.Process, socket: str) -> None:
+        self.socket = socket
+        self._process = process
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self.ended = asyncio.create_task(self._watch())
+
+    @classmethod
+    async def start(cls, python: str, model: Path, arguments: list[str], device: str) -> "Server":
+        """Start it on the copy in `model`, whose parent goes when it ends; its health says when it is ready."""
+        short = None if len(tempfile.gettempdir()) < _SHORT else "/tmp"
+        scratch = tempfile.mkdtemp(prefix="headway-vllm-", dir=short)
+        socket = f"{scratch}/s"
+        root = str(Path(headway.__file__).parent.parent)
+        command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--uds", socket, *arguments]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-c", _BOOT, root, str(os.getpid()), f"{scratch}:{model.parent}", *command),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,  # a keeper must survive what kills its owner's group
+            env=environment(device, scratch),
+        )
+        return cls(process, socket)
+
+    async def _watch(self) -> WorkerDied:
+        """Pass on what it says until it has ended; then how it ended."""
+        assert self._process.stdout is not None
+        async for line in _lines_of(self._process.stdout):
+            text = line.decode(errors="replace").rstrip()
+            sys.stderr.write(f"{text}\n")
+            if text:
+                self._lines.append(text)
+        code = await self._process.wait()
+        sys.stderr.flush()
+        how = f"signal {code - 128}" if code > 128 else f"exit code {code}"
+        said = self.cause() or (self._lines[-1] if self._lines and code <= 128 else "")
+        return WorkerDied(f"the vLLM server ended ({how})" + (f"; it said: {said}" if said else ""))
+
+    def cause(self) -> str:
+        """The first error it reported, of which those after it are consequences."""
+        lines = (_PREFIX.sub("", line).strip() for line in self._lines)
+        found = next((found for line in lines if (found := _CAUSE.search(line))), None)
+        return found.group(0).strip(" '\"")[:300] if found else ""
+
+    def forget(self) -> None:
+        """What it said until now, such as of requests it was meant to refuse, is no cause of what comes."""
+        self._lines.clear()
+
+    async def close(self) -> None:
+        """End the server and everything it started."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                await asyncio.shield(self.ended)
+
+
+async def _lines_of(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Of any length, which readline would not give."""
+    pending = b""
+    while piece := await stream.read(1 << 16):
+        *lines, pending = (pending + piece).split(b"\n")
+        for line in lines:
+            yield line
+    if pending:
+        yield pending

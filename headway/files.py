@@ -1,0 +1,20 @@
+"""Writing files so that a crash leaves them whole: every byte, and the directory entry, on disk."""
+
+import os
+from pathlib import Path
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """`os.write` may stop half-way; the next attempt then says why."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make the names of new files durable; fsync of a file covers its bytes alone."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

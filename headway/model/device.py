@@ -1,0 +1,30 @@
+"""Devices and number types a config may name, and tensors on their way to a device."""
+
+import torch
+from torch import Tensor
+
+from headway.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+CPU = torch.device("cpu")
+
+
+def find_device(knob: str, name: str, dtype: torch.dtype) -> torch.device:
+    """The device `knob` names; that it is not there, or cannot compute in `dtype`, is one sentence."""
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= there:
+        raise ConfigError(f"{knob} = {name} asks for a GPU that is not there ({there} found); set cpu or another")
+    device = torch.device("cuda", device.index or 0)
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+        raise ConfigError(f"{knob} = {name} is a GPU without bfloat16; set model.dtype = float16, or use another GPU")
+    return device
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`; the host goes on while a GPU still fetches it."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

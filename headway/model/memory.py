@@ -1,0 +1,89 @@
+"""Whether a run fits into the memory of its GPUs, from sizes alone: what is known before anything is loaded.
+
+What is counted is the least a run needs: weights, their shadow, gradients, the optimizer's state and the keys and
+values of two sequences. A run that fits by this may still have to make its micro-batches smaller; one that does not
+can only fail.
+"""
+
+from collections import defaultdict
+
+from headway.config import DEFAULT_KV_TOKENS, Config
+from headway.errors import ConfigError
+from headway.model.shape import ModelShape
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_MASTER_BYTES = 16  # fp32 weights, gradients and the two AdamW moments
+
+
+def count_parameters(shape: ModelShape, tied: bool) -> int:
+    """Matrix weights and norms of a decoder with gated feed-forward layers; biases left out."""
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = shape.hidden_size * (2 * query + 2 * key)
+    layer = attention + 3 * shape.hidden_size * shape.intermediate_size + 2 * shape.hidden_size
+    embeddings = shape.vocab_size * shape.hidden_size * (1 if tied else 2)
+    return shape.num_layers * layer + embeddings + shape.hidden_size
+
+
+def num_weight_sets(config: Config) -> int:
+    """How many copies of the weights an engine holds: the embedded one receives new ones beside the live ones."""
+    return 1 if config.engine.kind == "vllm" else 2
+
+
+def engine_weight_bytes(config: Config, num_parameters: int) -> int:
+    return num_weight_sets(config) * _BYTES[config.model.dtype] * num_parameters
+
+
+def kv_bytes(config: Config, shape: ModelShape, device: str) -> int:
+    """Those the config asks for; 0 where an engine takes what is free."""
+    num_tokens = config.engine.kv_tokens or (DEFAULT_KV_TOKENS if device == "cpu" else 0)
+    return token_bytes(config, shape) * num_tokens
+
+
+def token_bytes(config: Config, shape: ModelShape) -> int:
+    """Keys and values of one token."""
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * _BYTES[config.model.dtype]
+
+
+def rank_bytes(config: Config, num_parameters: int) -> int:
+    """Of one trainer rank, beside activations."""
+    cast = 0 if config.model.dtype == "float32" else _BYTES[config.model.dtype]
+    return (_MASTER_BYTES + cast) * num_parameters // config.trainer.ranks
+
+
+def needed(config: Config, shape: ModelShape, tied: bool, context: int) -> dict[str, dict[str, int]]:
+    """Of each device, the least bytes each worker on it needs."""
+    num_parameters = count_parameters(shape, tied)
+    found: dict[str, dict[str, int]] = defaultdict(dict)
+    for name, device in config.engine.placement.items() if not config.engine.servers else ():
+        kv = kv_bytes(config, shape, device) or 2 * context * token_bytes(config, shape)
+        found[device][name] = engine_weight_bytes(config, num_parameters) + kv
+    for name, device in config.trainer.placement.items():
+        found[device][name] = rank_bytes(config, num_parameters)
+    return dict(found)
+
+
+def check_fit(config: Config, shape: ModelShape, tied: bool, context: int) -> None:
+    """Refuse a model that cannot fit on the GPUs it is to be on; other nodes' are not known here."""
+    for device, workers in needed(config, shape, tied, context).items():
+        if device == "cpu" or config.run.runtime == "ray":
+            continue
+        wanted, there = sum(workers.values()), capacity(device)
+        if wanted > there:
+            listed = ", ".join(f"{name} {gigabytes(num_bytes)}" for name, num_bytes in workers.items())
+            raise ConfigError(
+                f"{config.model.path} needs at least {gigabytes(wanted)} on {device} ({listed}), which has "
+                f"{gigabytes(there)}; put engine and trainer on GPUs of their own, raise trainer.ranks, lower "
+                "engine.kv_tokens, or use a smaller model"
+            )
+
+
+def capacity(device: str) -> int:
+    """The memory of a GPU in bytes, used or not."""
+    import torch
+
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return total
+
+
+def gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

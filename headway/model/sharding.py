@@ -1,0 +1,99 @@
+"""fp32 master weights, and the same module over several ranks by FSDP2."""
+
+from functools import partial
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from headway.model.device import CPU
+from headway.model.logprobs import Policy
+
+
+class Masters:
+    """The fp32 weights that the optimizer moves, by parameter name.
+
+    Where they are not what the module computes with, they lie beside it: the module holds them cast to `dtype`, which
+    is what its passes use and what is published; each gradient is added to its master's, in fp32, as soon as it is
+    whole; and `refresh` casts anew after the masters moved.
+    """
+
+    def __init__(self, policy: nn.Module, dtype: torch.dtype | None = None):
+        self.named: dict[str, Tensor] = dict(policy.named_parameters())
+        self._cast: list[tuple[Tensor, Tensor]] = []
+        if dtype is None:
+            return
+        for name, parameter in list(self.named.items()):
+            master = self.named[name] = nn.Parameter(parameter.data)
+            parameter.data = master.data.to(dtype)
+            parameter.register_post_accumulate_grad_hook(partial(_hand_over_gradient, master))
+            self._cast.append((parameter, master))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        for parameter, master in self._cast:
+            parameter.copy_(master)
+
+    def put_back(self) -> None:
+        """End the arrangement: the module has the masters themselves."""
+        for parameter, master in self._cast:
+            parameter.data = master.data
+        self._cast.clear()
+
+
+def _hand_over_gradient(master: Tensor, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    if master.grad is None:
+        master.grad = parameter.grad.float()
+    else:
+        master.grad += parameter.grad
+    parameter.grad = None
+
+
+def shard(policy: Policy, dtype: torch.dtype, device: torch.device = CPU) -> Masters:
+    """Make the policy compute on `device` in `dtype` from fp32 masters: over several ranks by FSDP2, on one without it.
+
+    FSDP2 keeps the parameters fp32 and casts them where they are gathered. One rank has nothing to gather, and casting
+    once a step is cheaper than once a pass. Either way the forward pass uses exactly what is published, and nothing
+    else in the trainer knows the difference.
+    """
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if num_ranks == 1:
+        return Masters(policy.to(device), None if dtype == torch.float32 else dtype)
+    # Not moved there whole: a layer goes to the device as it is cut up, and only a rank's own rows of it stay.
+    wrap(policy, init_device_mesh(device.type, (num_ranks,)), dtype)
+    return Masters(policy)
+
+
+def wrap(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """FSDP2 around each layer and the whole; gradients add up over the ranks, as denominators are global."""
+    # The one floating-point input is the temperature, and 0.7 is another number in bf16. A root left gathered after a
+    # forward pass without a backward would show its cast parameters to whoever saves or copies the master weights.
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    decoder = cast(nn.Module, policy.model.model)
+    for module in (*cast(nn.ModuleList, decoder.layers), policy):
+        wrapped = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+        wrapped.set_gradient_divide_factor(1.0)
+        wrapped.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+
+def shard_like(parameter: Tensor, rows: Tensor) -> Tensor:
+    """This rank's `rows` as part of a tensor laid out as `parameter` is; a scalar, or beside a whole one, as it is."""
+    if isinstance(parameter, DTensor) and rows.ndim:
+        mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+        return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
+    return rows
+
+
+def local_rows(tensor: Tensor) -> Tensor:
+    """The rows this rank holds of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded: every rank has to ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

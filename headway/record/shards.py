@@ -1,0 +1,317 @@
+"""The record: finished groups as binary shards for resume and replay, and as JSONL for interchange.
+
+A shard is a row of entries, each a length and that many codec bytes. Shards are only ever appended to, by the process
+that made them; a later process starts a new one, so bytes that a crash left unnamed lie there and are never read.
+
+Invariants that live here:
+ 14. A crash loses nothing: a finished group's bytes are fsynced before the event that names them is written.
+ 16. Replay: what was trained is read back bit for bit, or refused with the place of the damage.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import struct
+import sys
+import typing
+from collections import Counter, deque
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import xxhash
+
+from headway import codec
+from headway.codec import noun
+from headway.errors import ConfigError, HeadwayError
+from headway.files import fsync_directory, write_all
+from headway.record.events import Event, EventLog, cannot_write
+from headway.types import NOT_SAMPLED, Floats, Group, Ints
+
+SHARD_BYTES = 64 * 2**20
+EVENTS_NAME = "events.jsonl"
+RECORD_NAME = "record"
+
+_LENGTH = struct.Struct("<Q")
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+@noun
+class ShardRef:
+    """Where one group lies: its entry starts at `offset`; `num_bytes` and `checksum` are of its codec bytes."""
+
+    shard: str
+    offset: int
+    num_bytes: int
+    checksum: str
+
+
+@dataclasses.dataclass(eq=False)
+class _Shard:
+    path: Path
+    fd: int
+    num_bytes: int = 0
+    named: bool = False  # its directory entry is durable
+
+
+class Record:
+    """The shards of one run. `append` says at once where a group will lie; `fsync` writes it there and makes it last.
+
+    One thread appends; another may fsync. Call `fsync` before naming a group anywhere that outlives the process.
+    """
+
+    def __init__(self, directory: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
+        self.directory = Path(directory)
+        self._shard_bytes = shard_bytes
+        self._shard: _Shard | None = None
+        self._pending: deque[tuple[_Shard, bytes | None]] = deque()  # None: the shard is full
+
+    def append(self, group: Group) -> ShardRef:
+        data = codec.encode(group)
+        if self._shard is None or self._shard.num_bytes >= self._shard_bytes:
+            self._start_shard()
+        shard = self._shard
+        assert shard is not None
+        ref = ShardRef(shard.path.name, shard.num_bytes, len(data), xxhash.xxh3_64_hexdigest(data))
+        shard.num_bytes += _LENGTH.size + len(data)
+        self._pending.append((shard, data))
+        return ref
+
+    def fsync(self) -> None:
+        """Write everything appended so far, with one fsync for each shard written to (nearly always one)."""
+        parts: dict[_Shard, list[bytes]] = {}
+        full: list[_Shard] = []
+        while self._pending:
+            shard, data = self._pending.popleft()
+            if data is None:
+                full.append(shard)
+            else:
+                parts.setdefault(shard, []).extend((_LENGTH.pack(len(data)), data))
+        for shard in parts:
+            self._write(shard, b"".join(parts[shard]))
+        for shard in full:
+            os.close(shard.fd)
+
+    def _write(self, shard: _Shard, data: bytes) -> None:
+        try:
+            write_all(shard.fd, data)
+            os.fsync(shard.fd)
+            if not shard.named:
+                fsync_directory(self.directory)
+                fsync_directory(self.directory.parent)
+                shard.named = True
+        except OSError as error:
+            raise cannot_write(shard.path, error) from error
+
+    def load(self, ref: ShardRef) -> Group:
+        """The group at `ref`, after `fsync`; damage is refused, never returned."""
+        path = self.directory / ref.shard
+        try:
+            with open(path, "rb") as file:
+                file.seek(ref.offset)
+                entry = file.read(_LENGTH.size + ref.num_bytes)
+        except OSError as error:
+            raise HeadwayError(f"cannot read {path}: {error.strerror}; restore it from a copy of the run") from error
+        data = entry[_LENGTH.size :]
+        whole = entry[: _LENGTH.size] == _LENGTH.pack(ref.num_bytes) and len(data) == ref.num_bytes
+        if not whole or xxhash.xxh3_64_hexdigest(data) != ref.checksum:
+            raise HeadwayError(f"{path} is damaged at byte {ref.offset}; restore it from a copy of the run")
+        group = codec.decode(data)
+        assert isinstance(group, Group)
+        return group
+
+    def close(self) -> None:
+        """Let go of the files; what was not fsynced is not kept."""
+        shards = {shard for shard, _ in self._pending} | ({self._shard} if self._shard else set())
+        self._pending.clear()
+        self._shard = None
+        for shard in shards:
+            os.close(shard.fd)
+
+    def _start_shard(self) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            numbers = [int(path.stem.removeprefix("groups-")) for path in self.directory.glob("groups-*.bin")]
+            path = self.directory / f"groups-{max(numbers, default=-1) + 1:05}.bin"
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        except OSError as error:
+            raise cannot_write(self.directory, error) from error
+        if self._shard is not None:
+            self._pending.append((self._shard, None))
+        self._shard = _Shard(path, fd)
+
+
+class RunLog(EventLog):
+    """The event log and the record of one run directory, under one writing thread."""
+
+    def __init__(self, directory: str | Path, deadline_s: float = 600.0) -> None:
+        directory = Path(directory)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise HeadwayError(f"cannot make the run directory {directory}: {error.strerror}; check run.dir") from error
+        self.record = Record(directory / RECORD_NAME)
+        # The writer takes the waiting events first and the waiting bytes second: no event overtakes bytes it names.
+        super().__init__(directory / EVENTS_NAME, before_write=self.record.fsync, deadline_s=deadline_s)
+
+    def finished(self, group: Group, seconds: float) -> Event:
+        """Record a finished group, `seconds` after its admission."""
+        ref = self.record.append(group)
+        return self.append(
+            "finished",
+            shard=ref.shard,
+            offset=ref.offset,
+            num_bytes=ref.num_bytes,
+            checksum=ref.checksum,
+            **_describe(group),
+            seconds=seconds,
+        )
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            if not self._writer.is_alive():  # a writer that hangs may yet use the files
+                self.record.close()
+
+
+def _describe(group: Group) -> dict[str, Any]:
+    """The fields of a `finished` event that the group itself knows."""
+    sampled = [[s.versions[s.versions != NOT_SAMPLED] for s in t.sequences] for t in group.trajectories]
+    spans = [(int(versions.min()), int(versions.max())) for t in sampled for versions in t if len(versions)]
+    lengths = [sum(map(len, sequences)) for sequences in sampled]
+    rewards = [trajectory.reward for trajectory in group.trajectories]
+    return {
+        "group": group.id,
+        "tokens": sum(lengths),
+        "reward": sum(rewards) / len(rewards) if rewards else None,
+        "lengths": lengths,
+        "stops": Counter(stop.value for trajectory in group.trajectories for stop in trajectory.stops),
+        "failures": [[failure.trajectory, failure.reason, failure.num_sampled] for failure in group.failures],
+        "oldest": min((oldest for oldest, _ in spans), default=None),
+        "newest": max((newest for _, newest in spans), default=None),
+    }
+
+
+def write_jsonl(path: str | Path, groups: Iterable[Group]) -> int:
+    """Write one group a line and return how many; the file appears when it is whole."""
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    num_groups = 0
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            for group in groups:
+                file.write(_to_line(group))
+                num_groups += 1
+        os.replace(partial, path)
+    except OSError as error:
+        raise HeadwayError(f"cannot write {path}: {error.strerror}; choose another place for it") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return num_groups
+
+
+def read_jsonl(path: str | Path) -> list[Group]:
+    """Every group of a file, each checked before any is used; an error names the line and the field."""
+    groups: dict[int, Group] = {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                where = f"{path} line {number}"
+                group = _build(Group, _parse(line, where), where, "")
+                if group.id in groups:
+                    raise ConfigError(f"{where}: id {group.id} was on an earlier line; give every group its own id")
+                groups[group.id] = group
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read groups from {path}: {error}") from error
+    if not groups:
+        raise ConfigError(f"{path} holds no groups; make some with `headway rollout`")
+    return list(groups.values())
+
+
+def _to_line(group: Group) -> str:
+    try:
+        return json.dumps(_plain(group), allow_nan=False) + "\n"
+    except ValueError as error:
+        raise HeadwayError(f"group {group.id} holds a number that is not finite, which JSON cannot carry") from error
+
+
+def _plain(value: Any) -> Any:
+    """A noun as dictionaries and lists. A float32 becomes the double equal to it, so it comes back the same."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _parse(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not a JSON object: {error}") from None
+
+
+def _refuse(where: str, field: str, expected: str) -> NoReturn:
+    raise ConfigError(f"{where}: {field or 'the group'} is not {expected}")
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _build(hint: Any, plain: Any, where: str, field: str) -> Any:
+    """The value of type `hint` that `_plain` made `plain` of; `field` is its path inside the line."""
+    if hint in (Ints, Floats):
+        return _build_array(np.int32 if hint == Ints else np.float32, plain, where, field)
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(plain, list):
+            _refuse(where, field, "a list")
+        (item,) = {*typing.get_args(hint)} - {...}
+        return tuple(_build(item, value, where, f"{field}[{index}]") for index, value in enumerate(plain))
+    if dataclasses.is_dataclass(hint):
+        return _build_noun(typing.cast(type, hint), plain, where, field)
+    if issubclass(hint, StrEnum):
+        if plain not in list(hint):
+            _refuse(where, field, f"one of {', '.join(hint)}")
+        return hint(plain)
+    if hint is float:
+        if type(plain) not in (int, float) or not abs(plain) <= sys.float_info.max:
+            _refuse(where, field, "a finite number")
+        return float(plain)
+    if type(plain) is not hint or (hint is int and not -(2**63) <= plain < 2**63):
+        _refuse(where, field, {int: "a whole number", str: "a text"}[hint])
+    return plain
+
+
+def _build_noun(cls: type, plain: Any, where: str, field: str) -> Any:
+    if not isinstance(plain, dict):
+        _refuse(where, field, "an object")
+    inside = f"{field}." if field else ""
+    if missing := [name for name in _hints(cls) if name not in plain]:
+        raise ConfigError(f"{where}: {inside}{missing[0]} is missing")
+    if unknown := [name for name in plain if name not in _hints(cls)]:
+        raise ConfigError(f"{where}: unknown field {inside}{unknown[0]}; known are {', '.join(_hints(cls))}")
+    values = {name: _build(hint, plain[name], where, inside + name) for name, hint in _hints(cls).items()}
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {field or 'the group'} cannot be: {error}") from None
+
+
+def _build_array(dtype: type[np.generic], plain: Any, where: str, field: str) -> Any:
+    if not isinstance(plain, list):
+        _refuse(where, field, "a list of numbers")
+    whole = dtype is np.int32
+    kinds = (int,) if whole else (int, float)
+    low, high = (-(2**31), 2**31 - 1) if whole else (-_MAX_FLOAT32, _MAX_FLOAT32)
+    for index, value in enumerate(plain):
+        if type(value) not in kinds or not low <= value <= high:  # so written that a NaN does not pass
+            _refuse(where, f"{field}[{index}]", "a 32-bit whole number" if whole else "a finite 32-bit number")
+    return np.array(plain, dtype)

@@ -1,0 +1,243 @@
+"""The reward worker: a pool of killable processes that run the verifier, one call each, under a deadline.
+
+Invariants that live here:
+ 10. An error is never a reward. What the text causes (it is wrong, its program crashes, exits or runs too long) is a
+     wrong answer; what befalls the verifier (a crash, a hang, an unreachable service) is a counted error and a
+     dropped or retried trajectory. Deadlines run from the start of execution, and what hangs is killed. A verdict
+     with an error has a score of 0.0 that nobody may use.
+ 15. Nothing hangs: a child that does not start, does not answer or does not end is given up after its deadline.
+
+No task runs in the background: a call takes a place in the pool (a waiting child, or a vacancy that it fills with a
+new one), talks to that child, and gives the place back whatever happens, leaving a vacancy where the child was lost.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+from headway import codec
+from headway.config import RewardSection
+from headway.errors import ConfigError, WorkerDied
+from headway.rollout.reward_process import BROKEN, HEADER, NOT_A_SCORE, RAISED, SCORED
+from headway.types import Verdict
+
+START_DEADLINE_S = 60.0
+"""For a new child to import the verifier, and for an idle one to take up a call."""
+END_DEADLINE_S = 5.0
+"""For a keeper to kill all it keeps."""
+
+_LONGEST_FRAME = 1 << 16
+_DEADLINE, _DIED, _START, _REQUEST = "deadline", "died", "start", "request"
+_KINDS = (RAISED, NOT_A_SCORE, _DEADLINE, _DIED, _START, _REQUEST)
+_BOOT = "import sys; sys.path[:] = sys.argv[4:]; from headway.rollout.reward_process import main; main()"
+
+
+class _Broken(Exception):
+    """What befell the verifier: one of `_KINDS`, and a sentence."""
+
+    def __init__(self, kind: str, sentence: str, seconds: float = 0.0, killed: bool = False) -> None:
+        super().__init__(sentence)
+        self.kind, self.seconds, self.killed = kind, seconds, killed
+
+
+class RewardPool:
+    """Runs `verifier_reference` on texts in `section.workers` processes. Open it first, close it last."""
+
+    def __init__(self, verifier_reference: str, section: RewardSection) -> None:
+        self._reference = verifier_reference
+        self._section = section
+        self._places: asyncio.Queue[_Child | None] = asyncio.Queue()
+        self._children: set[_Child] = set()
+        self._endings: set[asyncio.Task[str]] = set()
+        self._counts: Counter[str] = Counter()
+        self._opened = self._closed = False
+
+    async def open(self) -> None:
+        """Start every child; a verifier that cannot be imported or started is a `ConfigError`."""
+        self._opened = True
+        starts = [self._start() for _ in range(self._section.workers)]
+        results = await asyncio.gather(*starts, return_exceptions=True)
+        for result in results:
+            if not isinstance(result, BaseException):
+                self._places.put_nowait(result)
+                continue
+            await self.close()
+            raise ConfigError(f"verifier {self._reference}: {result}") if isinstance(result, _Broken) else result
+
+    async def verify(self, task: dict[str, Any], text: str) -> Verdict:
+        """The verifier's score for `text`, or, after `retries` more attempts, the error that befell it."""
+        if not self._opened:
+            raise RuntimeError("the reward pool was not opened")
+        self._check_not_closed()
+        try:
+            request = codec.encode([task, text.encode("utf-8", "surrogatepass")])
+        except (TypeError, ValueError) as error:
+            return self._fail(self._count(_Broken(_REQUEST, f"the row cannot be sent to its verifier: {error}")))
+        for _ in range(self._section.retries + 1):
+            try:
+                verdict = await self._attempt(request)
+            except _Broken as broken:
+                last = self._count(broken)
+            else:
+                self._counts["num_verified"] += 1
+                return verdict
+        return self._fail(last)
+
+    async def stats(self) -> dict[str, int]:
+        """Verdicts with a score and with an error, children killed at a deadline, broken attempts by kind."""
+        names = ("num_verified", "num_failed", "num_killed", "num_errors", *(f"num_errors_{kind}" for kind in _KINDS))
+        return {name: self._counts[name] for name in names}
+
+    async def close(self) -> None:
+        """End every child with all it started; calls still waiting fail."""
+        self._closed = True
+        for child in list(self._children):
+            self._end(child)
+        self._places.put_nowait(None)  # wakes a waiting call, which gives the place to the next
+        while self._endings:
+            await asyncio.wait(self._endings)
+
+    def _count(self, broken: _Broken) -> _Broken:
+        self._counts.update(("num_errors", f"num_errors_{broken.kind}"))
+        self._counts["num_killed"] += broken.killed
+        return broken
+
+    def _fail(self, broken: _Broken) -> Verdict:
+        self._counts["num_failed"] += 1
+        return Verdict(0.0, f"verifier {self._reference}: {broken}", broken.seconds)
+
+    async def _attempt(self, request: bytes) -> Verdict:
+        child = await self._places.get()
+        try:
+            self._check_not_closed()
+            if child is not None and child.gone:
+                self._end(child)
+                child = None
+            child = child or await self._start()
+            return await child.ask(request, self._section.deadline_s)
+        except _Broken:
+            self._check_not_closed()
+            raise
+        finally:
+            if child is not None and not child.waiting:
+                self._end(child)
+                child = None
+            self._places.put_nowait(child)
+
+    def _check_not_closed(self) -> None:
+        if self._closed:
+            raise WorkerDied(f"the reward pool of {self._reference} is closed, and a text still needed its verdict")
+
+    async def _start(self) -> "_Child":
+        try:
+            child = _Child(self._reference)
+        except OSError as error:
+            raise _Broken(_START, f"its process could not be created: {error}") from error
+        self._children.add(child)
+        try:
+            await child.get_ready()
+        finally:
+            if not child.waiting:
+                self._end(child)
+        return child
+
+    def _end(self, child: "_Child") -> None:
+        """Begin to end a child; `close` waits until it is done. Never waits, so that a cancelled call can do it."""
+        self._children.discard(child)
+        ending = asyncio.ensure_future(child.end())
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+
+
+class _Child:
+    """The pool's end of one child: `waiting` says that it is ready for a call and owes no answer."""
+
+    def __init__(self, reference: str) -> None:
+        self.waiting = False
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            arguments = [str(theirs.fileno()), str(os.getpid()), reference, *sys.path]
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-c", _BOOT, *arguments],
+                stdin=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    @property
+    def gone(self) -> bool:
+        return self._reader is None or self._reader.at_eof()
+
+    async def get_ready(self) -> None:
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
+        said = await self._hear(START_DEADLINE_S, _START)
+        if said is None:
+            raise _Broken(_START, f"did not start within {START_DEADLINE_S:g} s and was killed", killed=True)
+        if said[0] == BROKEN:
+            raise _Broken(_START, said[1])
+        self.waiting = True
+
+    async def ask(self, request: bytes, deadline_s: float) -> Verdict:
+        assert self._writer is not None
+        self.waiting = False
+        self._writer.write(HEADER.pack(len(request)) + request)
+        if await self._hear(START_DEADLINE_S, _DIED) is None:
+            raise _Broken(_START, f"did not take up a text within {START_DEADLINE_S:g} s and was killed", killed=True)
+        answer = await self._hear(deadline_s, _DIED)
+        if answer is None:
+            sentence = f"ran longer than reward.deadline_s = {deadline_s:g} and was killed"
+            raise _Broken(_DEADLINE, sentence, deadline_s, killed=True)
+        self.waiting = True
+        kind, score, sentence, seconds = answer
+        if kind != SCORED:
+            raise _Broken(kind, sentence, seconds)
+        if seconds > deadline_s:
+            raise _Broken(
+                _DEADLINE, f"ran for {seconds:.3g} s, longer than reward.deadline_s = {deadline_s:g}", seconds
+            )
+        return Verdict(score, "", seconds)
+
+    async def _hear(self, timeout_s: float, kind_if_it_ends: str) -> list[Any] | None:
+        """What the child says next, or None when it says nothing in time."""
+        started = time.monotonic()
+        reading = asyncio.ensure_future(self._read_frame())
+        try:
+            # Not wait_for, whose timer wins on Python 3.12: where this event loop was kept busy past the deadline,
+            # the answer lies here unread, and that is not the child's hang.
+            done, _ = await asyncio.wait({reading}, timeout=timeout_s)
+            return reading.result() if done else None
+        except (EOFError, OSError, ValueError):
+            raise _Broken(kind_if_it_ends, await self.end(), time.monotonic() - started) from None
+        finally:
+            reading.cancel()
+
+    async def _read_frame(self) -> list[Any]:
+        assert self._reader is not None
+        (num_bytes,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+        if num_bytes > _LONGEST_FRAME:
+            raise ValueError("this is no frame: the verifier wrote to a descriptor that is not its own")
+        frame: list[Any] = codec.decode(await self._reader.readexactly(num_bytes))
+        return frame
+
+    async def end(self) -> str:
+        """Hang up, which makes the keeper kill all it keeps, and say how the child ended."""
+        assert self._process.stdin is not None
+        (self._writer or self._socket).close()
+        self._process.stdin.close()
+        try:
+            code = await asyncio.to_thread(self._process.wait, END_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return f"its process did not end within {END_DEADLINE_S:g} s"
+        number = -code if code < 0 else code - 128
+        names = {known.value: known.name for known in signal.Signals}
+        how = f"was ended by {names[number]}" if number in names else f"ended with exit code {code}"
+        return f"its process {how}" + (", as when memory runs out" if number == signal.SIGKILL else "")

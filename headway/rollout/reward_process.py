@@ -1,0 +1,170 @@
+"""One place of the reward pool: a keeper and the worker it keeps, started by `reward.py`, one call at a time.
+
+The worker imports the verifier once and runs it; the keeper never runs a user's code, so it always answers. When the
+worker ends, or the pool closes the keeper's standard input, or the pool dies, the keeper kills the worker's process
+group and then every descendant that left the group, and ends with the worker's status (128 + N for signal N).
+
+Invariant that lives here:
+ 10. An error is never a reward: what a verifier returns becomes a score only when it is one finite number.
+
+The wire is one socket that belongs to the worker alone; standard input is empty for the verifier, and what it prints
+goes to standard error. Frames are a length and then one encoded value. The worker says [READY] or [BROKEN, sentence]
+once, and to each request [task, text] first [STARTED] and then [kind, score, sentence, seconds]. Only light modules
+are imported here: the worker forks before numpy exists, and torch never does.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from headway.errors import ConfigError
+from headway.runtime import process_tree
+from headway.tasks import imports
+
+HEADER = struct.Struct(">Q")
+READY, BROKEN, STARTED = "ready", "broken", "started"
+SCORED, RAISED, NOT_A_SCORE = "scored", "raised", "not_a_score"
+
+_LONGEST_SENTENCE = 500
+
+
+def main() -> NoReturn:
+    """Become the keeper and its worker; arguments: the worker's descriptor, the pool's process id, the verifier."""
+    descriptor, pool, reference = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    process_tree.set_death_signal(signal.SIGTERM, pool)
+    process_tree.adopt_orphans()
+    keeper = os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        os.setpgid(0, 0)
+        process_tree.set_death_signal(signal.SIGKILL, keeper)
+        _serve_and_end(descriptor, reference)
+    os.close(descriptor)
+    with contextlib.suppress(ProcessLookupError):
+        os.setpgid(worker, worker)  # both sides set it, so that neither can run ahead of the other
+    os._exit(process_tree.keep(worker))
+
+
+def _serve_and_end(descriptor: int, reference: str) -> NoReturn:
+    try:
+        _serve(descriptor, reference)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+    os._exit(0)  # at once: a thread the verifier left behind would keep an ordinary exit waiting
+
+
+def _serve(descriptor: int, reference: str) -> None:
+    worker = os.getpid()
+    process_tree.adopt_orphans()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the pool's workers are the parallelism
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    try:
+        verifier, greeting = _load(reference), [READY]
+    except ConfigError as error:
+        verifier, greeting = None, [BROKEN, _printable(str(error).removeprefix(f"{reference}: "))]
+    _end_if_forked(worker)
+    spare = process_tree.children()
+    _send(connection, greeting)
+    if verifier is None:
+        return
+    while request := _receive(connection):
+        _send(connection, [STARTED])
+        answer = _judge(verifier, *request)
+        _end_if_forked(worker)
+        process_tree.kill_children(spare)
+        _send(connection, answer)
+
+
+def _load(reference: str) -> Callable[..., Any]:
+    verifier = imports.load(reference)
+    if not callable(verifier):
+        raise ConfigError(f"a verifier is a function (task, text) -> score, not a {type(verifier).__name__}")
+    return verifier  # type: ignore[no-any-return]
+
+
+def _end_if_forked(worker: int) -> None:
+    """A user's code that forks may return twice; only the worker itself answers."""
+    if os.getpid() != worker:
+        os._exit(0)
+
+
+def _judge(verifier: Callable[..., Any], task: dict[str, Any], text: bytes) -> list[Any]:
+    started = time.monotonic()
+    try:
+        value = verifier(task, text.decode("utf-8", "surrogatepass"))
+        elapsed_s = time.monotonic() - started
+        score = _to_score(value)
+    except BaseException as error:  # a user's code: sys.exit is no more an answer than any other exception
+        return [RAISED, 0.0, _printable(_describe(error)), time.monotonic() - started]
+    if score is None:
+        what = float.__repr__(value) if isinstance(value, float) else f"a value of type {type(value).__name__}"
+        return [NOT_A_SCORE, 0.0, f"returned {what}, and a score is one finite number", elapsed_s]
+    return [SCORED, score, "", elapsed_s]
+
+
+def _to_score(value: Any) -> float | None:
+    import numpy as np
+
+    if not isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
+        return None
+    try:
+        score = float(value)
+    except OverflowError:
+        return None
+    return score if math.isfinite(score) else None
+
+
+def _describe(error: BaseException) -> str:
+    """What was raised, and the line that raised it."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    where = f"{os.path.basename(place.tb_frame.f_code.co_filename)}:{place.tb_lineno}" if place else "an unknown place"
+    try:
+        said = str(error)
+    except Exception:  # the exception is a user's class, too
+        said = ""
+    return f"raised {type(error).__name__} at {where}" + (f": {said}" if said else "")
+
+
+def _printable(sentence: str) -> str:
+    """On one line, not too long, and without what no file or terminal can hold."""
+    line = " ".join(sentence[: 4 * _LONGEST_SENTENCE].split())
+    return line[:_LONGEST_SENTENCE].encode("utf-8", "backslashreplace").decode()
+
+
+def _send(connection: socket.socket, value: Any) -> None:
+    from headway import codec
+
+    payload = codec.encode(value)
+    connection.sendall(HEADER.pack(len(payload)) + payload)
+
+
+def _receive(connection: socket.socket) -> Any:
+    """The next request, or None when the pool has closed the line."""
+    from headway import codec
+
+    header = _receive_exactly(connection, HEADER.size)
+    payload = _receive_exactly(connection, *HEADER.unpack(header)) if header else b""
+    return codec.decode(payload) if payload else None
+
+
+def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        received = connection.recv(min(num_bytes - len(data), 1 << 20))
+        if not received:
+            return b""
+        data += received
+    return bytes(data)

@@ -1,0 +1,33 @@
+"""What every runtime does: start a class somewhere, report its death, stop it."""
+
+from typing import Any, Protocol, TypeVar
+
+from headway.errors import WorkerDied
+
+T = TypeVar("T")
+
+
+class Runtime(Protocol):
+    async def num_machines(self) -> int:
+        """On how many machines a worker may be started."""
+        ...
+
+    async def start(self, name: str, cls: type[T], *args: Any, threads: int = 1) -> T:
+        """Construct `cls(*args)` and open it; returns the object itself or a handle that behaves like it.
+
+        A name may be started again after its death or its stop. One that dies before it is open is no failure: it is
+        this call's error.
+        """
+        ...
+
+    async def failure(self) -> WorkerDied:
+        """Return once for each worker that died unexpectedly, in turn; the error's `worker` is its name."""
+        ...
+
+    async def stop(self, name: str) -> None:
+        """End one worker now, which is no failure; killed if it does not close in a bounded time; dead is fine too."""
+        ...
+
+    async def close(self) -> None:
+        """Close the workers in reverse order of their start; each is given a bounded time."""
+        ...

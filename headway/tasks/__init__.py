@@ -1,0 +1,1 @@
+"""What a user writes, and what ships: `prompts` reads rows, `imports` finds user code by the names a config gives."""

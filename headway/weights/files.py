@@ -1,0 +1,151 @@
+"""Weights as files: each version an ordinary safetensors file in a directory of its own, which every engine can read.
+
+A file is written beside its place, brought to disk and renamed, so that it is there whole or not at all; the last two
+versions are kept. It holds every tensor under every name it has, tied or not, and the version in its metadata.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from headway.errors import WeightMismatch, WeightsUnreachable
+from headway.files import fsync_directory
+from headway.types import TensorInfo, WeightPlace, WeightUpdate
+from headway.weights.stream import Span
+
+TRANSPORT = "disk"
+_ALIGNMENT = 8
+_MAX_HEADER_BYTES = 100_000_000  # as safetensors has it
+_TYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+class WeightFiles:
+    """The writing side. Several may share a directory, each with a `name` of its own."""
+
+    def __init__(self, directory: Path, name: str = "model") -> None:
+        self.directory, self._name = directory, f"{name}.safetensors"
+        self._kept: list[int] = []
+
+    def write(self, version: int, tensors: Sequence[TensorInfo], memory: memoryview) -> WeightPlace:
+        """Write what lies in the memory as the tensors say; versions before the last are removed. Raises OSError."""
+        path = self._path(version)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        unfinished = path.with_name(path.name + ".unfinished")
+        try:
+            with open(unfinished, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(_header(version, ordered := _ordered(tensors)))
+                for info in ordered:
+                    file.write(memory[info.offset : info.offset + info.num_bytes])
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
+        fsync_directory(path.parent)
+        fsync_directory(self.directory)
+        self._keep(version)
+        return WeightPlace(TRANSPORT, str(path.absolute()))
+
+    def _path(self, version: int) -> Path:
+        return self.directory / f"version-{version}" / self._name
+
+    def _keep(self, version: int) -> None:
+        """Remove this writer's files of all versions but the last two it wrote, and what earlier runs left."""
+        self._kept = [*[kept for kept in self._kept if kept < version][-1:], version]
+        for directory in self.directory.glob("version-*"):
+            number = re.fullmatch(r"version-(\d+)", directory.name)
+            if number and int(number[1]) not in self._kept:
+                for name in (self._name, self._name + ".unfinished"):
+                    (directory / name).unlink(missing_ok=True)
+                with suppress(OSError):  # another writer's file is still there
+                    directory.rmdir()
+
+
+def _ordered(tensors: Sequence[TensorInfo]) -> list[TensorInfo]:
+    """Wide types first: the format has no gaps, and numbers should lie at multiples of their width."""
+    return sorted(tensors, key=lambda info: (-_width(info), info.name))
+
+
+def _width(info: TensorInfo) -> int:
+    return int(re.findall(r"\d+", _TYPES[info.dtype] + "8")[0])
+
+
+def _header(version: int, tensors: Sequence[TensorInfo]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "version": str(version)}}
+    end = 0
+    for info in tensors:
+        offsets = [end, end := end + info.num_bytes]
+        entries[info.name] = {"dtype": _TYPES[info.dtype], "shape": list(info.shape), "data_offsets": offsets}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def fetch(update: WeightUpdate, place: WeightPlace, spans: Sequence[Span], memory: Iterator[memoryview]) -> None:
+    """Read the spans, in their order, each into the next piece of memory."""
+    try:
+        file = os.open(place.location, os.O_RDONLY)
+    except OSError as error:
+        raise WeightsUnreachable(f"{place.location} cannot be read ({error.strerror})") from error
+    try:
+        starts = _find(update, place, file)
+        for (info, start, _), piece in zip(spans, memory, strict=True):
+            if not read_into(piece, file, starts[info.name] + start):
+                raise _damaged(update, place, "it ends early")
+    except OSError as error:
+        raise WeightsUnreachable(f"{place.location} cannot be read ({error.strerror})") from error
+    finally:
+        os.close(file)
+
+
+def _find(update: WeightUpdate, place: WeightPlace, file: int) -> dict[str, int]:
+    """Where each tensor of the update begins in the file, which says of itself what it holds."""
+    try:
+        num_bytes = int.from_bytes(os.pread(file, 8, 0), "little")
+        entries: Mapping[str, Any] = json.loads(os.pread(file, min(num_bytes, _MAX_HEADER_BYTES), 8))
+        version = int(entries["__metadata__"]["version"])
+        found = {info.name: _described(entries[info.name]) for info in update.tensors}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _damaged(update, place, f"its header cannot be read: {type(error).__name__} {error}") from error
+    if version != update.version:
+        raise WeightsUnreachable(f"{place.location} holds version {version}")
+    for info in update.tensors:
+        dtype, shape, start, end = found[info.name]
+        if (dtype, shape, end - start) != (_TYPES.get(info.dtype), info.shape, info.num_bytes):
+            raise _damaged(update, place, f"{info.name} is there as {dtype} {shape}")
+    return {name: 8 + num_bytes + start for name, (_, _, start, _) in found.items()}
+
+
+def _described(entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
+    start, end = entry["data_offsets"]
+    return str(entry["dtype"]), tuple(entry["shape"]), int(start), int(end)
+
+
+def read_into(piece: memoryview, file: int, start: int) -> bool:
+    """Fill the memory from there on, with the interpreter's lock released; False where the file ends before."""
+    while len(piece):
+        num_read = os.preadv(file, [piece], start)
+        if num_read == 0:
+            return False
+        piece, start = piece[num_read:], start + num_read
+    return True
+
+
+def _damaged(update: WeightUpdate, place: WeightPlace, why: str) -> WeightMismatch:
+    return WeightMismatch(f"version {update.version}: {place.location} is damaged, {why}")

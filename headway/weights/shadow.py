@@ -1,0 +1,131 @@
+"""A second set of tensors next to a module's live ones: staged, verified, exchanged between two decode steps.
+
+Invariant that lives here:
+ 11. Weight sync is proved at every load by fingerprint: each tensor's checksum is taken over its bytes as published,
+     and again over the bytes the receiver is about to run; a mismatch stops the run.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from headway.errors import InvariantBroken, WeightMismatch
+from headway.types import TensorInfo, WeightUpdate
+from headway.weights.fingerprints import digest, fingerprints
+from headway.weights.receive import receive
+
+
+class ShadowWeights:
+    """The receiving side: a second set of tensors beside a module's live ones."""
+
+    def __init__(self, live: Mapping[str, Tensor], in_place: bool = False):
+        """With `in_place`, a swap copies the shadow set over the live one instead of exchanging the two."""
+        self._in_place = in_place
+        self._live = {name: parameter for name, parameter in live.items() if isinstance(parameter, nn.Parameter)}
+        self._shadow: dict[int, Tensor] = {}
+        self._staged: dict[int, Tensor] = {}
+        self._live_prints: dict[bool, dict[str, str]] = {}  # by whether a GPU computed them
+        self._staged_prints: dict[bool, dict[str, str]] = {}
+        self.staged_version: int | None = None
+
+    def stage(self, update: WeightUpdate) -> None:
+        """Copy the update into the shadow set and check every byte of it; the live set is untouched."""
+        self.staged_version, self._staged = None, {}
+        parts = update.parts or (update,)
+        on_device = parts[0].transport == "cuda"
+        self._check_kinds(update)
+        untouched = self._untouched(update, on_device) if update.kind == "adapter" else {}
+        # What each name will run, not what was published under it: tied here, two tensors may have arrived.
+        running: dict[str, Tensor] = {}
+        for part in parts:
+            into = self._into(part)
+            receive(part, into)
+            running |= {info.key: into[info.name] for info in part.tensors}
+        found = fingerprints(running, on_device)
+        wrong = [name for name, value in update.fingerprints.items() if found[name] != value]
+        if wrong:
+            raise WeightMismatch(f"version {update.version}: {wrong[0]} arrived with another checksum than published")
+        changed = {id(self._live[info.name]) for info in update.pieces}
+        self._staged = {key: self._shadow[key] for key in changed}
+        self._staged_prints = {on_device: untouched | found}
+        self.staged_version = update.version
+
+    def _into(self, part: WeightUpdate) -> dict[str, Tensor]:
+        """Where the tensors of a part, or pieces of them, belong in the shadow set; tied ones are one tensor."""
+        placed: dict[tuple[int, int], Tensor] = {}
+        for info in part.tensors:
+            parameter = self._live[info.name]
+            if id(parameter) not in self._shadow:
+                self._shadow[id(parameter)] = torch.empty_like(parameter.data)
+            whole = self._shadow[id(parameter)]
+            rows = whole if info.num_rows is None else whole[info.rows.start : info.rows.stop]
+            placed.setdefault((id(parameter), info.first_row), rows)
+        return {info.name: placed[id(self._live[info.name]), info.first_row] for info in part.tensors}
+
+    def _check_kinds(self, update: WeightUpdate) -> None:
+        """That names, types and shapes are those of the live set, and that no row is missing or comes twice."""
+        published: dict[str, list[TensorInfo]] = {}
+        for info in update.pieces:
+            published.setdefault(info.name, []).append(info)
+        missing = self._live.keys() - published.keys() if update.kind == "full" else set()
+        differing = sorted(missing | (published.keys() - self._live.keys()))
+        if differing:
+            raise WeightMismatch(
+                f"version {update.version}: published and loaded tensors differ by name, first {differing[0]}"
+            )
+        for name, pieces in published.items():
+            ours = f"{self._live[name].dtype} {tuple(self._live[name].shape)}"
+            for info in pieces:
+                theirs = f"torch.{info.dtype} {info.whole_shape}"
+                if theirs != ours:
+                    raise WeightMismatch(
+                        f"version {update.version}: {name} was published as {theirs}, loaded as {ours}"
+                    )
+            if not _make_a_whole(pieces):
+                raise WeightMismatch(f"version {update.version}: the pieces of {name} do not make a whole")
+
+    def _untouched(self, update: WeightUpdate, on_device: bool) -> dict[str, str]:
+        """The fingerprints of what an adapter leaves as it is, which has to be the base it was made for."""
+        named = {id(self._live[info.name]): info.name for info in update.pieces}
+        kept = {name: tensor for name, tensor in self._live.items() if name not in named.values()}
+        tied = [name for name, tensor in kept.items() if id(tensor) in named]
+        if tied:
+            other = named[id(kept[tied[0]])]
+            raise WeightMismatch(f"version {update.version}: its adapter has {other}, which is one with {tied[0]} here")
+        if on_device not in self._live_prints:
+            self._live_prints[on_device] = fingerprints(self._live, on_device)
+        prints = self._live_prints[on_device]
+        untouched = {key: value for key, value in prints.items() if key.partition("[")[0] in kept}
+        if digest(untouched) != update.base:
+            found = f"made for the base {update.base}, and the base here is {digest(untouched)}"
+            raise WeightMismatch(f"version {update.version}: its adapter was {found}; load that one first")
+        return untouched
+
+    def staged(self, parameter: Tensor) -> Tensor:
+        """What a parameter will be after the swap: itself, where no update to it is staged."""
+        return self._staged.get(id(parameter), parameter)
+
+    def swap(self) -> dict[str, str]:
+        """Exchange live and shadow tensors; the fingerprints of all that is now live."""
+        if self.staged_version is None:
+            raise InvariantBroken("a swap needs staged weights, and none are staged")
+        parameters = {id(parameter): parameter for parameter in self._live.values() if id(parameter) in self._staged}
+        if self._in_place:
+            torch._foreach_copy_([p.data for p in parameters.values()], [self._shadow[key] for key in parameters])
+        else:
+            for key, parameter in parameters.items():
+                parameter.data, self._shadow[key] = self._shadow[key], parameter.data
+        self._live_prints = self._staged_prints
+        self.staged_version, self._staged = None, {}
+        return dict(next(iter(self._live_prints.values())))
+
+
+def _make_a_whole(pieces: Sequence[TensorInfo]) -> bool:
+    """Whether every row of a tensor is in one of its pieces, and in one only."""
+    if len(pieces) == 1 and pieces[0].num_rows is None:
+        return True
+    end = 0
+    for info in sorted(pieces, key=lambda info: info.first_row):
+        end = info.rows.stop if info.first_row == end else -1
+    return end == pieces[0].num_rows

@@ -1,0 +1,251 @@
+"""Invariant 14: a crash loses nothing. Killed anywhere, the run resumes; no prompt is skipped, none trained twice.
+
+Invariant 16: replay. From the record, the training of a finished run is repeated to identical weights.
+"""
+
+import asyncio
+import io
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from system import (
+    HeadwayProcess,
+    check_finished,
+    check_record,
+    events_of,
+    make_config,
+    run_inline,
+    task_of,
+    write_config,
+)
+
+from headway.config import Config, load
+from headway.control.resume import replay
+from headway.errors import ConfigError, HeadwayError
+from headway.monitor.view import PlainView
+from headway.record.events import Event
+from headway.record.ledger import fold
+
+Moment = Callable[[list[Event]], bool]
+
+
+def count(events: list[Event], kind: str) -> int:
+    return sum(event.kind == kind for event in events)
+
+
+def starting(events: list[Event]) -> bool:
+    return bool(events) and not any(event.kind in ("resumed", "swapped") for event in events)
+
+
+def before_the_first_step(events: list[Event]) -> bool:
+    return count(events, "admitted") > 0 and count(events, "taken") == 0
+
+
+def in_the_middle_of_a_step(events: list[Event]) -> bool:
+    """With a step since the last checkpoint, which the next life must train again."""
+    num_trained = count(events, "trained")
+    return count(events, "taken") > num_trained and num_trained % 2 == 1
+
+
+def during_a_checkpoint(events: list[Event]) -> bool:
+    num_trained = count(events, "trained")
+    saved = max((event["version"] for event in events if event.kind == "checkpointed"), default=0)
+    return num_trained % 2 == 0 and num_trained > saved
+
+
+def at_the_end(events: list[Event]) -> bool:
+    return count(events, "trained") == STEPS and count(events, "ended") == 0
+
+
+STEPS = 6
+KILLS: list[tuple[Moment, bool]] = [
+    (starting, False),
+    (before_the_first_step, True),
+    (in_the_middle_of_a_step, False),
+    (during_a_checkpoint, True),
+    (at_the_end, False),
+]
+
+
+def local_config(tmp_path: Path, model: str) -> Path:
+    # A verifier of 50 ms leaves each moment wide enough to be met.
+    task = {"train": f"{tmp_path}/task.py:rows", "verifier": f"{tmp_path}/task.py:slowly"}
+    return write_config(tmp_path, model, run={"runtime": "local", "steps": STEPS}, task=task)
+
+
+@pytest.mark.timeout(900)
+def test_invariant_14_five_kills_lose_nothing_and_the_run_replays_to_identical_weights(
+    tmp_path: Path, tiny_model: str
+) -> None:
+    """The same run is killed five times, each time at another moment: the whole of it, or the controller alone."""
+    path = local_config(tmp_path, tiny_model)
+    config = load(path)
+    directory = Path(config.run.dir)
+    for number, (moment, everything) in enumerate(KILLS):
+        with HeadwayProcess("train", path, *["--resume"] * bool(number), run=directory) as run:
+            written = run.kill_at(moment, moment.__name__, everything)
+            check_record(config, written)
+            assert count(written, "resumed") == number or moment is starting
+    with HeadwayProcess("train", path, "--resume", run=directory) as run:
+        assert run.wait() == 0, run.output
+        assert not run.descendants()
+    events = run.events()
+    check_finished(config, events)
+    assert count(events, "resumed") == len(KILLS)
+    assert [event.fields for event in events[: len(written)]] == [event.fields for event in written]
+    check_replay(config)
+
+
+def check_replay(config: Config) -> None:
+    directory = Path(config.run.dir)
+    version, digest = asyncio.run(replay(directory, PlainView(io.StringIO())))
+    state = fold(events_of(config))
+    assert (version, digest) == (state.num_trained, state.digests[state.num_trained])
+    weights = "model.safetensors"
+    assert (directory / "model" / weights).read_bytes() == (directory / "replay" / "model" / weights).read_bytes()
+
+
+# Stopping in order
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("number", "runtime", "moment"),
+    [
+        (signal.SIGTERM, "local", in_the_middle_of_a_step),
+        (signal.SIGINT, "local", starting),
+        (signal.SIGINT, "inline", in_the_middle_of_a_step),
+    ],
+)
+def test_a_signal_ends_the_run_in_order_and_resume_goes_on(
+    tmp_path: Path, tiny_model: str, number: signal.Signals, runtime: str, moment: Moment
+) -> None:
+    path = local_config(tmp_path, tiny_model)
+    config = load(path, ["--run.runtime=inline"])
+    with HeadwayProcess("train", path, f"--run.runtime={runtime}", run=Path(config.run.dir)) as run:
+        run.wait_until(moment, moment.__name__)
+        run.process.send_signal(number)
+        assert run.wait() == 1
+        assert not run.descendants()
+        assert f"error: stopped; `--resume` goes on from {config.run.dir}\n" in run.output
+        assert "Traceback" not in run.output
+    stopped = run.events()
+    assert stopped[-1].kind == "ended" and stopped[-1]["status"] == "stopped"
+    assert check_record(config, stopped).status == "stopped"
+    run_inline(config, resume=True)
+    check_finished(config, events_of(config))
+
+
+# Checkpoints that are damaged
+
+
+def flip_a_byte(slot: Path) -> None:
+    tensors = slot / "state.safetensors"
+    data = bytearray(tensors.read_bytes())
+    data[-100] ^= 1
+    tensors.write_bytes(data)
+
+
+def cut_short(slot: Path) -> None:
+    tensors = slot / "state.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-100])
+
+
+def remove(slot: Path) -> None:
+    shutil.rmtree(slot)
+
+
+def empty_the_description(slot: Path) -> None:
+    (slot / "checkpoint.json").write_text("[]")
+
+
+@pytest.fixture(scope="module")
+def synchronous_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> tuple[Config, str]:
+    """A finished run of four steps with checkpoints of 2 (slot a) and 4 (slot b); its last digest after two more steps.
+
+    At η = 0 in deterministic mode one outcome is possible, so whatever befalls it, it must come to the same weights.
+    """
+    home = tmp_path_factory.mktemp("synchronous")
+    config = make_config(home, tiny_model, staleness={"max_staleness": 0})
+    run_inline(config)
+    longer = config_at(config, home / "longer")
+    run_inline(longer, resume=True)
+    return config, fold(events_of(longer)).digests[6]
+
+
+def config_at(config: Config, directory: Path) -> Config:
+    """The same run, copied, with two more steps to go."""
+    shutil.copytree(config.run.dir, directory)
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(directory), "steps": 6})})
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, cut_short, remove, empty_the_description])
+def test_a_damaged_newest_checkpoint_is_named_and_the_other_slot_leads_to_the_same_weights(
+    tmp_path: Path, synchronous_run: tuple[Config, str], damage: Callable[[Path], None]
+) -> None:
+    finished, expected = synchronous_run
+    config = config_at(finished, tmp_path / "run")
+    damage(tmp_path / "run" / "checkpoint" / "b")
+    _, seen = run_inline(config, resume=True)
+    events = events_of(config)
+    check_finished(config, events)
+    (resumed,) = [event for event in events if event.kind == "resumed"]
+    assert (resumed["version"], resumed["checkpoint_version"]) == (4, 2)
+    assert f"checkpoint {tmp_path}/run/checkpoint/b" in seen and "trying the one before" in seen
+    assert fold(events).digests[6] == expected
+
+
+def test_with_both_checkpoints_damaged_the_run_is_trained_again_from_the_beginning(
+    tmp_path: Path, synchronous_run: tuple[Config, str]
+) -> None:
+    finished, expected = synchronous_run
+    config = config_at(finished, tmp_path / "run")
+    for slot in ("a", "b"):
+        flip_a_byte(tmp_path / "run" / "checkpoint" / slot)
+    run_inline(config, resume=True)
+    events = events_of(config)
+    assert [event["checkpoint_version"] for event in events if event.kind == "resumed"] == [0]
+    assert fold(events).digests[6] == expected
+
+
+# What cannot be resumed
+
+
+def test_a_finished_run_is_not_resumed_but_reported(tmp_path: Path, synchronous_run: tuple[Config, str]) -> None:
+    finished, _ = synchronous_run
+    before = events_of(finished)
+    summary, seen = run_inline(finished, resume=True)
+    assert summary.status == "finished" and "is finished; nothing to resume" in seen
+    assert len(events_of(finished)) == len(before)
+
+
+def test_a_damaged_record_is_refused_with_the_place_of_the_damage(
+    tmp_path: Path, synchronous_run: tuple[Config, str]
+) -> None:
+    config = config_at(synchronous_run[0], tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoint")
+    (shard,) = (tmp_path / "run" / "record").iterdir()
+    data = bytearray(shard.read_bytes())
+    data[40] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(HeadwayError, match=r"groups-00000.bin is damaged at byte 0; restore it from a copy"):
+        run_inline(config, resume=True)
+    assert events_of(config)[-1]["status"] == "failed"
+
+
+def test_a_resume_with_fewer_rows_is_refused_because_prompts_would_change_places(
+    tmp_path: Path, tiny_model: str
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
+    task = {"train": str(rows), "verifier": task_of(tmp_path, "verify")}
+    run_inline(make_config(tmp_path, tiny_model, task=task, run={"steps": 1}))
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
+    config = make_config(tmp_path, tiny_model, task=task, run={"steps": 2})
+    before = events_of(config)
+    with pytest.raises(ConfigError, match=r"was begun with 4 prompts, and .*rows.jsonl now has 3; restore its rows"):
+        run_inline(config, resume=True)
+    assert len(events_of(config)) == len(before)

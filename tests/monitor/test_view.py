@@ -1,0 +1,340 @@
+import io
+import re
+import sys
+import threading
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from synthetic import SyntheticRun, finished_run
+
+from headway.monitor.view import (
+    LiveView,
+    PlainView,
+    clean,
+    describe,
+    duration,
+    open_view,
+    sparkline,
+)
+
+HOSTILE = "[bold red]x[/] \x1b[2J\x1b]0;title\x07\r\nsecond \u202eline {0} $\\frac{ 日本 "
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    """Time as the last event told it."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def small_terminal(monkeypatch):
+    for name, value in {"COLUMNS": "80", "LINES": "24", "TERM": "xterm-256color"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def plain_lines(events, **options) -> list[str]:
+    stream, clock = io.StringIO(), Clock(events[0].time)
+    view = PlainView(stream, clock=clock, **options)
+    for event in events:
+        clock.now = event.time
+        view.on_event(event)
+    view.close()
+    return stream.getvalue().splitlines()
+
+
+def picture_lines(view: LiveView, width: int = 80) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=24, color_system=None, markup=False, legacy_windows=False)
+    console.print(view.picture())
+    return console.file.getvalue().splitlines()
+
+
+def live_view(events, clock=None) -> LiveView:
+    clock = clock or Clock(events[0].time if events else 0.0)
+    view = LiveView(Terminal(), clock=clock)
+    for event in events:
+        clock.now = event.time
+        view.on_event(event)
+    return view
+
+
+def test_plain_lines_are_one_per_step_aligned_and_count_down():
+    steps = [line for line in plain_lines(finished_run(steps=12)) if " step " in line and "reward" in line]
+    assert len(steps) == 12
+    assert len({len(line) for line in steps}) == 1
+    assert len({line.index("reward") for line in steps}) == 1
+    assert "step  1/12" in steps[0] and steps[-1].endswith("0:00")
+    left = [line.split()[-1] for line in steps]
+    assert left[1] == "0:13" and left[6] == "0:06"
+    assert all(len(line) <= 130 for line in steps)
+
+
+def test_plain_lines_tell_evaluations_checkpoints_drops_resumes_and_the_end():
+    run = SyntheticRun(steps=6)
+    run.evaluate("before", 0.4)
+    run.step(drop=True)
+    run.step()
+    run.checkpoint()
+    run.crash(lost_tokens=1234)
+    run.step()
+    run.evaluate("step", 0.55)
+    run.end("failed", "worker engine died")
+    text = "\n".join(plain_lines(run.events))
+    for expected in (
+        "run runs/synthetic: 6 steps, η 2, staleness at most 3",
+        "held-out accuracy 40.0% before training (500 rows, 2.0 s)",
+        "dropped 1 group: failed (1 in all)",
+        "checkpoint of step 2 written (0.1 s)",
+        "resumed at step 2 from checkpoint 2: 3 groups generated again, 1,234 tokens lost",
+        "held-out accuracy 55.0% at step 3",
+        "run failed: worker engine died",
+    ):
+        assert expected in text
+
+
+def test_a_flood_of_drops_is_told_in_few_lines_and_counted_in_full():
+    run = SyntheticRun(steps=2, batch=500)
+    run.admit()
+    for _ in range(500):
+        run.now += 0.01
+        run.finish(failed=True)
+    run.end("stopped")
+    drops = [line for line in plain_lines(run.events) if "dropped" in line]
+    assert len(drops) <= 3
+    assert sum(int(re.search(r"dropped (\d+)", line).group(1)) for line in drops) == 500
+    assert "500 in all" in drops[-1]
+
+
+def test_earlier_lives_are_counted_and_not_told_again():
+    events = finished_run(steps=10)
+    cut = next(i for i, event in enumerate(events) if event.kind == "trained" and event["version"] == 7) + 1
+    told = plain_lines(events[cut:], history=events[:cut])
+    assert [line.split()[2] for line in told if "reward" in line] == ["8/10", "9/10", "10/10"]
+    assert not any("before training" in line for line in told)
+
+
+def test_phases_are_told_when_they_start_go_on_long_and_end():
+    stream, clock = io.StringIO(), Clock(1000.0)
+    view = PlainView(stream, clock=clock)
+    with view.phase("starting engine"):
+        clock.now += 4.2
+    phase = view.phase("evaluating before training")
+    for done in range(0, 500, 100):
+        clock.now += 4.0
+        phase.progress(done, 500)
+    phase.done()
+    with pytest.raises(ValueError), view.phase("loading model"):
+        raise ValueError("no such model")
+    view.close()
+    assert [line.strip() for line in stream.getvalue().splitlines()] == [
+        "0:00  starting engine ...",
+        "0:04  starting engine: done in 4.2 s",
+        "0:04  evaluating before training ...",
+        "0:20  evaluating before training 300/500 ... 0:16 so far",
+        "0:24  evaluating before training: done in 20.0 s",
+        "0:24  loading model ...",
+        "0:24  loading model: failed in 0.0 s",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_the_picture_fits_its_terminal_at_every_moment_of_a_run(width):
+    events = finished_run(steps=9)
+    clock = Clock(events[0].time)
+    view = LiveView(Terminal(), clock=clock)
+    view.phase("starting the engine, the trainer and the workers" * 5)
+    for event in events:
+        clock.now = event.time
+        view.on_event(event)
+        if event.kind in ("run_started", "stats", "trained", "ended"):
+            drawn = picture_lines(view, width)
+            assert len(drawn) == 23
+            assert max(cell_len(line) for line in drawn) <= min(width, 110)
+            assert all(cell_len(line) == cell_len(drawn[0]) for line in drawn)
+    view.close()
+
+
+def test_the_picture_says_what_a_person_asks():
+    view = live_view(finished_run(steps=20)[:-2])
+    text = "\n".join(picture_lines(view))
+    view.close()
+    for expected in (
+        "step 20 of 20",
+        "100%",
+        "0:00 left",
+        "▁",
+        "77.5% at step 15",
+        "40.0% of 500",
+        "η 2, at most 3",
+        "9 in flight, 2 ready",
+        "12 running, 3 waiting",
+        "25% of 8,192 tokens",
+        "ms, mean",
+        "1 failed",
+        "trainer waits for groups",
+        "generation waits to be admitted",
+        "checkpoint of step 15",
+    ):
+        assert expected in text, expected
+
+
+def test_the_picture_shows_a_phase_and_how_a_run_ended():
+    run = SyntheticRun(steps=3)
+    clock = Clock(run.now)
+    view = live_view(run.events, clock)
+    phase = view.phase("evaluating before training")
+    phase.progress(120, 500)
+    clock.now += 7
+    assert "evaluating before training 120/500, 0:07" in "\n".join(picture_lines(view))
+    phase.done()
+    assert "waiting for the first batch" in "\n".join(picture_lines(view))
+    run.step()
+    run.end("failed", "engine died")
+    for event in run.events[1:]:
+        view.on_event(event)
+    assert "run failed: engine died" in picture_lines(view)[2]
+    view.close()
+
+
+def test_what_reaches_the_terminal_does_not_wrap_and_gives_the_cursor_back():
+    events = finished_run(steps=5)
+    terminal, clock = Terminal(), Clock(events[0].time)
+    view = LiveView(terminal, clock=clock)
+    for event in events:
+        clock.now = event.time
+        view.on_event(event)
+    view.close()
+    output = terminal.getvalue()
+    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output).replace("\r", "\n")
+    assert max(cell_len(line) for line in plain.splitlines()) == 80
+    assert max(int(num) for num in re.findall(r"\x1b\[(\d+)A", output) or ["1"]) <= 23
+    assert "run finished" in plain
+    assert sys.stdout is not terminal
+
+
+@pytest.mark.parametrize("make", [live_view, None])
+def test_hostile_text_is_shown_as_text_in_both_views(make):
+    run = SyntheticRun(steps=2, run_dir=HOSTILE)
+    run.step()
+    run.add("dropped", groups=[9], reason=HOSTILE, tokens=3)
+    run.add("skipped", version=1, groups=[10], reason=HOSTILE)
+    run.look(1.0, 0.1, engine=HOSTILE)
+    run.now += 6
+    run.end(HOSTILE, HOSTILE * 100)
+    if make is None:
+        text = "\n".join(plain_lines(run.events))
+        assert len(text.splitlines()) == 5
+    else:
+        view = make(run.events)
+        view.phase(HOSTILE)
+        view.message(HOSTILE)
+        drawn = picture_lines(view)
+        view.close()
+        text = "\n".join(drawn)
+        assert len(drawn) == 23 and max(cell_len(line) for line in drawn) == 80
+    assert "[bold red]x[/]" in text
+    assert "\x1b" not in text and "\x07" not in text and "\u202e" not in text
+
+
+class Broken(Terminal):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError("nobody reads")
+
+
+@pytest.mark.parametrize("kind", [PlainView, LiveView])
+def test_a_view_that_cannot_draw_never_raises_and_gives_the_streams_back(kind, caplog):
+    before = sys.stdout, sys.stderr
+    view = kind(Broken())
+    with view.phase("starting engine"):
+        for event in finished_run(steps=3):
+            view.on_event(event)
+    view.message("still here")
+    view.close()
+    assert (sys.stdout, sys.stderr) == before
+    assert len([line for line in caplog.messages if "the view stopped (BrokenPipeError" in line]) == 1
+
+
+def test_an_event_that_cannot_be_drawn_does_not_end_the_run(caplog):
+    events = finished_run(steps=2)
+    view = PlainView(io.StringIO())
+    events[0].fields["config"]["run"]["steps"] = "many"
+    for event in events:
+        view.on_event(event)
+    view.close()
+    assert any("the run goes on" in line for line in caplog.messages)
+
+
+def test_nulls_in_the_log_are_drawn_as_dashes():
+    run = SyntheticRun(steps=2)
+    run.evaluate("before", None)
+    run.step(loss=None, entropy=None)
+    trained = next(event for event in run.events if event.kind == "trained")
+    trained.fields.update(reward=None, staleness_mean=None, staleness_max=None)
+    assert "reward      -" in "\n".join(plain_lines(run.events))
+    view = live_view(run.events)
+    assert "mean -, max -" in "\n".join(picture_lines(view))
+    view.close()
+
+
+def test_a_reader_that_stops_reading_does_not_stop_the_run():
+    reads_again = threading.Event()
+
+    class Stuck(io.StringIO):
+        def write(self, text: str) -> int:
+            assert reads_again.wait(20)
+            return super().write(text)
+
+    stream = Stuck()
+    view = PlainView(stream)
+    for event in finished_run(steps=3):
+        view.on_event(event)
+    assert stream.getvalue() == ""
+    reads_again.set()
+    view.close()
+    assert "run finished" in stream.getvalue()
+
+
+def test_plain_lines_survive_an_encoding_without_greek():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    view = PlainView(stream)
+    for event in finished_run(steps=2):
+        view.on_event(event)
+    view.close()
+    assert b"staleness at most 3" in stream.buffer.getvalue() and b"run finished" in stream.buffer.getvalue()
+
+
+def test_the_live_view_is_for_terminals_only(monkeypatch):
+    live = open_view(Terminal())
+    live.close()
+    assert isinstance(live, LiveView)
+    ascii_terminal = Terminal()
+    ascii_terminal.encoding = "ascii"
+    for stream in (io.StringIO(), ascii_terminal):
+        plain = open_view(stream)
+        plain.close()
+        assert isinstance(plain, PlainView)
+    monkeypatch.setenv("TERM", "dumb")
+    dumb = open_view(Terminal())
+    dumb.close()
+    assert isinstance(dumb, PlainView)
+
+
+def test_small_parts():
+    assert sparkline([], 8) == "" and sparkline([3.0], 8) == "▁" and sparkline([0.0, 1.0], 8) == "▁█"
+    assert len(sparkline([float(i % 7) for i in range(1000)], 18)) == 18
+    assert [duration(s) for s in (-1, 0, 59.6, 3600, 90061)] == ["0:00", "0:00", "1:00", "1:00:00", "25:01:01"]
+    assert clean("a\n\tb\x1b[0m") == "a b?[0m" and len(clean("x" * 10_000)) == 300
+    assert describe(SyntheticRun(steps=1).events[0]) is None

@@ -1,0 +1,138 @@
+"""Events of runs that never happened: consistent, deterministic by seed, and complete by the log's own schema."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from headway.record.events import SCHEMA, Event
+
+START = 1_700_000_000.0
+GROUP_SIZE = 4
+
+
+class SyntheticRun:
+    """Writes the events of an asynchronous run step by step; `crash` begins a second process life."""
+
+    def __init__(
+        self, steps: int, batch: int = 4, eta: int = 2, seed: int = 0, run_dir: str = "runs/synthetic"
+    ) -> None:
+        self.random = random.Random(seed)
+        self.steps, self.batch, self.eta = steps, batch, eta
+        self.now = START
+        self.version = self.num_admitted = self.num_finished = self.num_dropped = 0
+        self.counters = dict.fromkeys(("generated", "busy", "admission", "trainer"), 0.0)
+        self.events: list[Event] = []
+        config = {"run": {"dir": run_dir, "steps": steps}, "staleness": {"max_staleness": eta}}
+        self.add(
+            "run_started", config=config, hardware={}, num_prompts=100, worst_staleness=eta + 1, config_hash="cafe"
+        )
+
+    def add(self, kind: str, at: float | None = None, **fields: Any) -> None:
+        assert SCHEMA[kind] == set(fields), f"{kind}: {SCHEMA[kind] ^ set(fields)}"
+        time = self.now if at is None else at
+        self.events.append(Event(len(self.events), time, kind, fields))
+
+    def evaluate(self, label: str, accuracy: float | None, seconds: float = 2.0) -> None:
+        if label != "step":
+            self.now += seconds
+        self.add(
+            "evaluated", label=label, version=self.version, version_last=self.version, accuracy=accuracy, num=500,
+            mean_tokens=40.0, seconds=seconds,
+        )  # fmt: skip
+
+    def admit(self) -> None:
+        while self.num_admitted - self.num_dropped < (self.version + self.eta + 1) * self.batch:
+            group = self.num_admitted
+            self.add("admitted", group=group, prompt=group % 100, eta=self.eta, version=self.version)
+            self.num_admitted += 1
+
+    def finish(self, failed: bool = False) -> tuple[int, int, int]:
+        """Finish the oldest unfinished group and return its id, its tokens and its oldest version."""
+        group, progress = self.num_finished, self.version / self.steps
+        self.num_finished += 1
+        lengths = [max(1, int(self.random.lognormvariate(3.6 + 0.3 * progress, 0.6))) for _ in range(GROUP_SIZE)]
+        oldest = max(0, self.version - self.random.randint(0, self.eta))
+        self.counters["generated"] += sum(lengths) * 1.02
+        self.add(
+            "finished", group=group, shard="0.bin", offset=0, num_bytes=9, checksum="00", tokens=sum(lengths),
+            reward=min(1.0, 0.3 + 0.5 * progress + self.random.random() * 0.1), lengths=lengths,
+            stops={"stop": GROUP_SIZE}, failures=[], oldest=oldest, newest=self.version, seconds=1.5,
+        )  # fmt: skip
+        if failed:
+            self.add("dropped", groups=[group], reason="failed", tokens=sum(lengths))
+            self.num_dropped += 1
+        return group, sum(lengths), oldest
+
+    def step(self, seconds: float = 1.0, wait_s: float = 0.25, drop: bool = False, **metrics: float | None) -> None:
+        """One training step: admissions, the batch's groups, a look at the engine, the step, the swap."""
+        self.admit()
+        self.now += wait_s
+        if drop:
+            self.finish(failed=True)
+        groups = [self.finish() for _ in range(self.batch)]
+        ids = [group for group, _, _ in groups]
+        self.add("taken", version=self.version, groups=ids)
+        started = self.now
+        self.now += seconds
+        self.look(wait_s + seconds, wait_s)
+        stale = [self.version - oldest for _, _, oldest in groups]
+        progress = self.version / self.steps
+        self.version += 1
+        numbers = {"loss": self.random.gauss(0, 0.02), "entropy": 1 - 0.5 * progress, **metrics}
+        self.add(
+            "trained", version=self.version, groups=ids, tokens=sum(tokens for _, tokens, _ in groups), started=started,
+            seconds=seconds, wait_s=wait_s, staleness_mean=sum(stale) / len(stale), staleness_max=max(stale),
+            reward=0.3 + 0.5 * progress + self.random.gauss(0, 0.03), metrics=numbers, digest="00",
+        )  # fmt: skip
+        self.now += 0.05
+        self.add(
+            "swapped", version=self.version, engine="engine-0", stage_s=0.04, pause_ms=2.0 + self.version % 3,
+            interrupted=8, recomputed=300, parity_max_abs=1e-6 * (1 + self.version % 4),
+        )  # fmt: skip
+
+    def look(self, seconds: float, wait_s: float, engine: str = "engine-0") -> None:
+        self.counters["busy"] += seconds * self.random.uniform(0.7, 1.0)
+        self.counters["trainer"] += wait_s
+        self.counters["admission"] += 0.02
+        self.add(
+            "stats", engine=engine, version=self.version, running=12, waiting=3,
+            num_generated=int(self.counters["generated"]), num_prefilled=100, num_recomputed=300 * self.version,
+            num_preempted=0, busy_s=self.counters["busy"], kv_used=2048, kv_total=8192, inflight=9, ready=2,
+            admission_wait_s=self.counters["admission"], trainer_wait_s=self.counters["trainer"],
+        )  # fmt: skip
+
+    def checkpoint(self) -> None:
+        self.add("checkpointed", version=self.version, slot="ab"[self.version % 2], seconds=0.1)
+
+    def crash(self, downtime_s: float = 1000.0, lost_tokens: int = 0) -> None:
+        """The processes die; after a while the run is resumed by new ones, whose counters start from zero."""
+        self.now += downtime_s
+        self.counters = dict.fromkeys(self.counters, 0.0)
+        self.add(
+            "resumed", version=self.version, checkpoint_version=self.version, num_regenerated=3, lost_tokens=lost_tokens
+        )
+
+    def end(self, status: str = "finished", cause: str = "") -> None:
+        self.now += 0.5
+        self.add("ended", status=status, cause=cause, ledger={})
+
+
+def finished_run(steps: int = 20, **options: Any) -> list[Event]:
+    run = SyntheticRun(steps, **options)
+    run.now += 3.0
+    run.evaluate("before", 0.4)
+    for step in range(1, steps + 1):
+        run.step(drop=step == 3)
+        if step % 5 == 0 and step < steps:
+            run.evaluate("step", 0.4 + 0.5 * step / steps, seconds=1.5)
+            run.checkpoint()
+    run.evaluate("after", 0.9)
+    run.end()
+    return run.events
+
+
+def write_log(run_dir: Path, events: list[Event]) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"seq": e.seq, "time": e.time, "kind": e.kind, **e.fields}) + "\n" for e in events]
+    (run_dir / "events.jsonl").write_text("".join(lines))

@@ -1,0 +1,260 @@
+"""Whole runs: what a finished one leaves behind, and inputs that are odd without being wrong.
+
+Invariant 2: nothing vanishes. Invariant 6: parity. Invariant 10: an error is never a reward. Invariant 15: nothing
+hangs. The ledger adds up in every one of them.
+"""
+
+import asyncio
+import json
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from system import (
+    DEADLINE_S,
+    HeadwayProcess,
+    check_fates,
+    check_finished,
+    check_record,
+    events_of,
+    make_config,
+    run_inline,
+    task_of,
+    write_config,
+)
+
+from headway.config import Config, load
+from headway.control.workers import open_runtime
+from headway.errors import RunFailed
+from headway.record.events import Event
+from headway.record.shards import Record
+from headway.types import StopReason
+
+SUMMARY_KEYS = {
+    *("steps", "wall_s", "wall_s_sync", "eval_before", "eval_after", "tokens_generated", "tokens_trained"),
+    *("staleness_mean", "staleness_max", "parity_max_abs", "pause_ms_mean", "pause_ms_max", "dropped"),
+}
+
+
+def check_results(config: Config, events: list[Event]) -> None:
+    """What a run that came to its end leaves in its directory."""
+    check_finished(config, events)
+    directory = Path(config.run.dir)
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary.keys() >= SUMMARY_KEYS
+    assert summary["steps"] == config.run.steps and summary["status"] == "finished"
+    assert summary["eval_before"] is not None and summary["eval_after"] is not None
+    assert summary["staleness_max"] <= summary["staleness_bound"] == config.staleness.max_staleness + 1
+    assert summary["pause_ms_mean"] <= summary["pause_ms_max"]
+    assert (directory / "report.png").stat().st_size > 10_000
+    fates = check_fates(events)
+    assert summary["tokens_generated"] == fates.generated == fates.trained + fates.dropped.total()
+    assert summary["tokens_trained"] == fates.trained > 0
+    swapped = [event for event in events if event.kind == "swapped"]
+    assert [event["version"] for event in swapped] == list(range(config.run.steps + 1))
+    # Invariant 6: parity, of the probe at every swap and of what was sampled and trained on under the same weights.
+    assert max(event["parity_max_abs"] for event in swapped) < 1e-5
+    assert summary["parity_max_abs"] < 1e-5
+    digests = [event["digest"] for event in events if event.kind == "trained"]
+    assert len(set(digests)) == config.run.steps, "every step must have moved the weights"
+    check_model(directory / "model", config)
+
+
+def check_model(directory: Path, config: Config) -> None:
+    """An ordinary transformers directory, with the weights of the last version and not of the first."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    saved = AutoModelForCausalLM.from_pretrained(directory)
+    start = AutoModelForCausalLM.from_pretrained(config.model.path)
+    text = AutoTokenizer.from_pretrained(directory)("1+2=", return_tensors="pt", add_special_tokens=False)
+    with torch.no_grad():
+        assert not torch.equal(saved(**text).logits, start(**text).logits)
+    assert {name: tuple(tensor.shape) for name, tensor in saved.state_dict().items()} == {
+        name: tuple(tensor.shape) for name, tensor in start.state_dict().items()
+    }
+
+
+def test_a_run_in_one_process_finishes_and_everything_adds_up(tmp_path: Path, tiny_model: str) -> None:
+    config = make_config(tmp_path, tiny_model, evaluate={"every": 2}, rollout={"workers": 2})
+    _, seen = run_inline(config)
+    events = events_of(config)
+    check_results(config, events)
+    assert {event["label"] for event in events if event.kind == "evaluated"} == {"before", "step", "after"}
+    assert [event["version"] for event in events if event.kind == "checkpointed"] == [2, 4]
+    assert "step 4/4" in seen and "run finished" in seen
+
+
+def test_a_run_in_processes_finishes_leaves_none_behind_and_everything_adds_up(tmp_path: Path, tiny_model: str) -> None:
+    path = write_config(tmp_path, tiny_model, run={"runtime": "local"}, rollout={"workers": 2})
+    config = load(path)
+    with HeadwayProcess("train", path, run=Path(config.run.dir)) as run:
+        run.wait_until(lambda events: any(event.kind == "trained" for event in events), "a training step")
+        names = [" ".join(process.cmdline()) for process in run.descendants()]
+        assert run.wait() == 0, run.output
+        assert not run.descendants()
+        assert "tokens by fate" in run.output
+    for worker in ("engine", "trainer", "rollout-0", "rollout-1", "reward"):
+        assert any(f"headway.runtime.worker {worker} " in name for name in names), names
+    check_results(config, run.events())
+
+
+def test_a_run_directory_is_its_owners_alone_whichever_command_made_it(tmp_path: Path, tiny_model: str) -> None:
+    async def modes(config: Config) -> list[int]:
+        directory = Path(config.run.dir)
+        async with open_runtime(config, directory):
+            return [stat.S_IMODE(path.stat().st_mode) for path in (directory.parent, directory)]
+
+    config = make_config(tmp_path, tiny_model, run={"runtime": "local", "dir": str(tmp_path / "runs" / "new")})
+    before = os.umask(0o022)
+    try:
+        assert asyncio.run(modes(config)) == [0o755, 0o700]
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("rows", ["one_row", "two_rows"])
+def test_a_dataset_smaller_than_a_batch_is_repeated(tmp_path: Path, tiny_model: str, rows: str) -> None:
+    run_with(tmp_path, tiny_model, "verify", task={"train": task_of(tmp_path, rows)})
+
+
+def run_with(tmp_path: Path, model: str, verifier: str, /, **sections: dict[str, Any]) -> tuple[Config, list[Event]]:
+    """A short run without evaluation, to its end."""
+    task = {"verifier": task_of(tmp_path, verifier), "eval": ""} | sections.pop("task", {})
+    sections = {"run": {"steps": 3}, "reward": {"retries": 0, "workers": 2}, "task": task} | sections
+    config = make_config(tmp_path, model, **sections)
+    run_inline(config)
+    events = events_of(config)
+    check_finished(config, events)
+    return config, events
+
+
+def failures_of(events: list[Event]) -> list[str]:
+    return [reason for event in events if event.kind == "finished" for _, reason, _ in event["failures"]]
+
+
+@pytest.mark.parametrize(
+    ("verifier", "sentence"),
+    [
+        ("sometimes_raises", "raised ValueError at task.py"),
+        ("sometimes_nan", "returned nan, and a score is one finite number"),
+        ("sometimes_text", "returned a value of type str, and a score is one finite number"),
+    ],
+)
+def test_invariant_10_an_error_is_never_a_reward_and_the_run_goes_on(
+    tmp_path: Path, tiny_model: str, verifier: str, sentence: str
+) -> None:
+    config, events = run_with(tmp_path, tiny_model, verifier)
+    failures = failures_of(events)
+    assert failures and all(sentence in failure for failure in failures)
+    fates = check_fates(events)
+    assert fates.dropped["trajectory: verifier"] == sum(
+        tokens for event in events if event.kind == "finished" for _, _, tokens in event["failures"]
+    )
+    state, record = check_record(config, events), Record(Path(config.run.dir) / "record")
+    for group in map(record.load, state.finished.values()):
+        assert len(group.trajectories) + len(group.failures) == config.rollout.group_size
+        assert {trajectory.reward for trajectory in group.trajectories} <= {0.0, 1.0}
+
+
+def test_prompts_whose_verifier_always_fails_are_dropped_and_others_take_their_place(
+    tmp_path: Path, tiny_model: str
+) -> None:
+    config, events = run_with(tmp_path, tiny_model, "fails_for_some_prompts", run={"steps": 8})
+    state = check_record(config, events)
+    assert state.dropped and set(state.dropped.values()) == {"failed"}
+    assert check_fates(events).dropped["failed"] > 0
+
+
+def test_a_verifier_that_always_raises_ends_the_run_with_one_sentence(tmp_path: Path, tiny_model: str) -> None:
+    with pytest.raises(RunFailed, match=r"groups failed whole, the last with 'verifier: .*ConnectionError.*; check"):
+        run_with(tmp_path, tiny_model, "always_raises")
+    events = events_of(make_config(tmp_path, tiny_model))
+    fates = check_fates(events)
+    assert events[-1]["status"] == "failed" and "the judge is away" in events[-1]["cause"]
+    assert fates.trained == 0 and fates.dropped["failed"] > 0
+
+
+def test_invariant_15_a_verifier_that_hangs_is_killed_at_its_deadline_and_the_run_goes_on(
+    tmp_path: Path, tiny_model: str
+) -> None:
+    config, events = run_with(tmp_path, tiny_model, "hangs_for_one_prompt", reward={"deadline_s": 0.5, "retries": 0})
+    assert len(check_record(config, events).dropped) >= 1
+    lost = [event for event in events if event.kind == "dropped"]
+    assert all(event["reason"] == "failed" and event["tokens"] > 0 for event in lost)
+
+
+def test_a_verifier_that_forks_leaves_no_process_behind(tmp_path: Path, tiny_model: str) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    _, events = run_with(tmp_path, tiny_model, "forks", run={"steps": 1})
+    assert not failures_of(events)
+    deadline = time.monotonic() + DEADLINE_S
+    while left := set(psutil.Process().children(recursive=True)) - before:
+        assert time.monotonic() < deadline, left
+
+
+def test_a_prompt_of_the_context_less_one_gets_its_one_token(tmp_path: Path, tiny_model: str) -> None:
+    config, events = run_with(tmp_path, tiny_model, "verify", task={"train": task_of(tmp_path, "full_rows")})
+    assert {length for event in events if event.kind == "finished" for length in event["lengths"]} == {1}
+    assert check_fates(events).generated == 3 * 3 * config.run.steps
+
+
+WORKFLOW = """
+import numpy as np
+
+from headway.types import Reward, Sequence, Trajectory
+
+class FillsTheContext:
+    "Asks for tokens where there is no room for one."
+
+    def is_full(self, episode):
+        return True
+
+    async def run(self, episode):
+        tokens = np.resize(episode.prompt.tokens, 32) if self.is_full(episode) else episode.prompt.tokens
+        completion = await episode.generate(tokens)
+        score = await episode.verify(episode.text(completion.tokens))
+        sequence = Sequence.single_turn(tokens, completion)
+        rewards = (Reward(0, len(sequence.tokens) - 1, score),)
+        return Trajectory(episode.index, (sequence,), rewards, episode.temperature, (completion.stop,))
+
+class SometimesFillsTheContext(FillsTheContext):
+    def is_full(self, episode):
+        return episode.index == 0
+"""
+
+
+@pytest.mark.parametrize(("workflow", "share"), [("FillsTheContext", 1.0), ("SometimesFillsTheContext", 1 / 3)])
+def test_completions_of_zero_tokens_are_counted_and_nothing_is_learned_from_them(
+    tmp_path: Path, tiny_model: str, workflow: str, share: float
+) -> None:
+    (tmp_path / "workflow.py").write_text(WORKFLOW)
+    rollout = {"workflow": f"{tmp_path}/workflow.py:{workflow}", "group_size": 3}
+    _, events = run_with(tmp_path, tiny_model, "verify", rollout=rollout)
+    lengths = [length for event in events if event.kind == "finished" for length in event["lengths"]]
+    assert lengths.count(0) == len(lengths) * share
+    assert sum(event["stops"].get(StopReason.CONTEXT.value, 0) for event in events if event.kind == "finished") >= 9
+    if share == 1:
+        assert check_fates(events).generated == 0
+        assert len({event["digest"] for event in events if event.kind == "trained"}) == 1
+
+
+def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run_with_a_sentence(
+    tmp_path: Path, tiny_model: str
+) -> None:
+    trainer = {"batch_groups": 3, "lr": 1e38, "token_budget": 128, "threads": 1, "max_skipped": 2}
+    # Whether the second batch was sampled before or after the weights broke decides which of the two is seen first.
+    cause = r"(loss .*|a behaviour log-prob is not finite)"
+    with pytest.raises(RunFailed, match=rf"2 training steps in a row were not finite \(version 1: {cause}\); lower tr"):
+        run_with(tmp_path, tiny_model, "verify", run={"steps": 9}, trainer=trainer)
+    events = events_of(make_config(tmp_path, tiny_model))
+    assert [event["version"] for event in events if event.kind == "trained"] == [1]
+    assert [event["version"] for event in events if event.kind == "skipped"] == [1, 1]
+    dropped = [event for event in events if event.kind == "dropped"]
+    assert [event["reason"] for event in dropped] == ["non_finite", "non_finite"]
+    assert check_fates(events).dropped["non_finite"] == sum(event["tokens"] for event in dropped) > 0
+    assert events[-1]["status"] == "failed" and "not finite" in events[-1]["cause"]
