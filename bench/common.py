@@ -6,7 +6,7 @@ what disturbs one arm then disturbs its neighbour too. Standard library only at 
 an interpreter of its own.
 
 Invariant that lives here:
- 15. Nothing hangs: every answer of an arm has a deadline; what exceeds it fails with the name of the arm.
+ 15. Bounded waits: every answer of an arm has a deadline; what exceeds it fails with the name of the arm.
 """
 
 import asyncio

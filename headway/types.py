@@ -1,9 +1,9 @@
 """The nouns: everything that travels between the parts, frozen, typed, with lengths checked at birth. No torch.
 
 Invariants that live here:
-  8. Groups know themselves: a trajectory names its group by containment, never by its place in an array, and a
+  8. Group identity: a trajectory names its group by containment, never by its place in an array, and a
      group that lost trajectories says so.
-  9. Stop reasons travel with the completion; truncation is never inferred from length.
+  9. Explicit stop reasons travel with the completion; truncation is never inferred from length.
 
 Array suffixes: T tokens of one sequence, P tokens of a prompt.
 """

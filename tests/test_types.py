@@ -1,6 +1,6 @@
 """The nouns are checked at birth and do their own arithmetic.
 
-Invariant 8: groups know themselves. Invariant 9: stop reasons travel with the completion.
+Invariant 8: group identity. Invariant 9: explicit stop reasons travel with the completion.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
 """Finished groups, handed out in the order staleness allows, or dropped with a reason.
 
 Invariants that live here:
-  2. Nothing vanishes: a group that was put is handed out once or dropped once; a batch that was only partly collected
+  2. Conservation: a group that was put is handed out once or dropped once; a batch that was only partly collected
      when its taker was cancelled is completed by the next taker.
-  8. Groups know themselves: groups are kept and handed out by id, a batch in id order.
+  8. Group identity: groups are kept and handed out by id, a batch in id order.
 
 Every decision is `StalenessControl`'s; the buffer holds what finished and wakes the taker. Drops of untaken groups pass
 through here, because a drop lets the window slide and may complete a batch.

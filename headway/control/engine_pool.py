@@ -5,9 +5,9 @@ version counts; when it is lost or leaves, neither. Every engine follows the pub
 that joins late, or was away, catches up like any other.
 
 Invariants that live here:
-  1. One admission authority: `confirmed` is the lowest version proved by every engine that may serve.
- 11. Weight sync is proved at every load, before the engine's first request under it.
- 13. Generation waits for little: a new version travels to all engines at the same time, beside their work.
+  1. Single admission authority: `confirmed` is the lowest version proved by every engine that may serve.
+ 11. Verified weight sync at every load, before the engine's first request under it.
+ 13. Non-blocking generation: a new version travels to all engines at the same time, beside their work.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Going on from the record: the newest whole checkpoint, then the recorded batches since, then what was under way.
 
 Invariants that live here:
- 14. A crash loses nothing: killed anywhere, the run resumes; no prompt is skipped, none trained twice. Versions never
+ 14. Crash safety: killed anywhere, the run resumes; no prompt is skipped, none trained twice. Versions never
      go back: batches the record says were trained are trained again first, to the recorded weights.
  16. Replay: from the record, the training of a finished run is repeated to identical weights on the same hardware,
      software and rank count.

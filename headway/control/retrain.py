@@ -1,7 +1,7 @@
 """Recorded training steps, trained again: from the newest whole checkpoint to the last version the record knows.
 
 Invariants that live here:
- 14. A crash loses nothing: versions never go back, because batches the record says were trained are trained again
+ 14. Crash safety: versions never go back, because batches the record says were trained are trained again
      first, to the recorded weights; a checkpoint that is damaged is named and passed over.
  16. Replay: from the record, the same batches lead to identical weights.
 """

@@ -1,9 +1,9 @@
 """The admission rule and the take order, as arithmetic: together they bound how old training data can be.
 
 Invariants that live here:
-  1. One admission authority: Eq. 3, `admitted − dropped < (i + η + 1)·B`, holds at every admission, where i is the
+  1. Single admission authority: Eq. 3, `admitted − dropped < (i + η + 1)·B`, holds at every admission, where i is the
      lowest version confirmed loaded by every engine that may serve the group.
-  2. Nothing vanishes: every admitted group leaves exactly once, trained or dropped;
+  2. Conservation: every admitted group leaves exactly once, trained or dropped;
      `admitted = trained + dropped + in flight`.
 
 The counter alone bounds nothing for a straggler, so groups are taken from a window of W groups anchored at the oldest

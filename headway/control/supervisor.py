@@ -5,7 +5,7 @@ it found its answers impossible. What it must be told or given before it serves 
 it: the `serve` coroutine, which runs as long as the worker lives.
 
 Invariant that lives here:
- 15. Nothing hangs: a worker that does not answer a look is ended, and one that is lost too often ends the run with
+ 15. Bounded waits: a worker that does not answer a look is ended, and one that is lost too often ends the run with
      the cause, unless the others can go on without it.
 """
 

@@ -1,8 +1,8 @@
 """The Engine protocol: token space, few verbs; embedded (ours), fake (tests), and room for servers of other make.
 
 Invariants that live here:
-  3. Versions are the engine's: it stamps version and log-prob on every token at the moment it samples it.
- 13. Generation waits for little: a running sequence waits for the swap and, under recompute, for its own
+  3. The engine stamps versions: it stamps version and log-prob on every token at the moment it samples it.
+ 13. Non-blocking generation: a running sequence waits for the swap and, under recompute, for its own
      re-prefill; never for the transfer of weights.
 """
 

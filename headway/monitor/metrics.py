@@ -4,7 +4,7 @@ Points go to metrics.jsonl, TensorBoard files and, when configured, W&B. Everyth
 nothing else, so `rebuild` can make metrics.jsonl again at any time.
 
 Invariant that lives here:
- 13. Generation waits for little: it does not wait for logging. `on_event` only flattens numbers and puts them on a
+ 13. Non-blocking generation: it does not wait for logging. `on_event` only flattens numbers and puts them on a
      queue; files and the network are touched by a thread of their own.
 """
 

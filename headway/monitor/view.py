@@ -5,7 +5,7 @@ cannot draw says so once and falls silent. Text that comes from models, tasks or
 characters and never read as markup.
 
 Invariant that lives here:
- 13. Generation waits for little, and never for a slow terminal or pipe: both views write from a thread of their own.
+ 13. Non-blocking generation, with a slow terminal or pipe too: both views write from a thread of their own.
 """
 
 import logging

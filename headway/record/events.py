@@ -32,8 +32,8 @@ number that is not finite is written as null. The controller is the only writer.
   ended         status (finished, failed, stopped), cause, ledger
 
 Invariants that live here:
- 13. Generation waits for little, and never for logging: an append costs microseconds, a thread does the writing.
- 14. A crash loses nothing: what an event names was made durable before the event was written, and a line torn by the
+ 13. Non-blocking generation, logging included: an append costs microseconds, a thread does the writing.
+ 14. Crash safety: what an event names was made durable before the event was written, and a line torn by the
      crash is cut off when the log is opened again.
 """
 

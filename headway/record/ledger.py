@@ -1,8 +1,8 @@
 """The folds of the log: the state a resume starts from, and the fate of every generated token.
 
 Invariants that live here:
-  2. Nothing vanishes: every admitted group leaves exactly once, trained or dropped with a reason.
- 14. A crash loses nothing: no prompt is skipped, none trained twice, and versions never go back.
+  2. Conservation: every admitted group leaves exactly once, trained or dropped with a reason.
+ 14. Crash safety: no prompt is skipped, none trained twice, and versions never go back.
 
 Both folds take events one at a time, so they can also follow a run as it goes: `log.subscribe(state.on_event)`.
 """

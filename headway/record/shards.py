@@ -4,7 +4,7 @@ A shard is a row of entries, each a length and that many codec bytes. Shards are
 that made them; a later process starts a new one, so bytes that a crash left unnamed lie there and are never read.
 
 Invariants that live here:
- 14. A crash loses nothing: a finished group's bytes are fsynced before the event that names them is written.
+ 14. Crash safety: a finished group's bytes are fsynced before the event that names them is written.
  16. Replay: what was trained is read back bit for bit, or refused with the place of the damage.
 """
 

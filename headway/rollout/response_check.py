@@ -1,9 +1,9 @@
 """Is what an engine answered possible at all? One pure function that every chunk and every completion has to pass.
 
 Invariants that live here:
-  3. Versions are the engine's, and are believed as far as they are possible: they never go back while one engine
+  3. The engine stamps versions, and a stamp is believed only if it is possible: versions never go back while one engine
      samples, and none lies ahead of what engines were given.
-  9. Stop reasons travel with the completion, and must not contradict it.
+  9. Explicit stop reasons travel with the completion, and must not contradict it.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,11 @@
 """The reward worker: a pool of killable processes that run the verifier, one call each, under a deadline.
 
 Invariants that live here:
- 10. An error is never a reward. What the text causes (it is wrong, its program crashes, exits or runs too long) is a
+ 10. Errors are never rewards. What the text causes (it is wrong, its program crashes, exits or runs too long) is a
      wrong answer; what befalls the verifier (a crash, a hang, an unreachable service) is a counted error and a
      dropped or retried trajectory. Deadlines run from the start of execution, and what hangs is killed. A verdict
      with an error has a score of 0.0 that nobody may use.
- 15. Nothing hangs: a child that does not start, does not answer or does not end is given up after its deadline.
+ 15. Bounded waits: a child that does not start, does not answer or does not end is given up after its deadline.
 
 No task runs in the background: a call takes a place in the pool (a waiting child, or a vacancy that it fills with a
 new one), talks to that child, and gives the place back whatever happens, leaving a vacancy where the child was lost.

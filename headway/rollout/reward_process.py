@@ -5,7 +5,7 @@ worker ends, or the pool closes the keeper's standard input, or the pool dies, t
 group and then every descendant that left the group, and ends with the worker's status (128 + N for signal N).
 
 Invariant that lives here:
- 10. An error is never a reward: what a verifier returns becomes a score only when it is one finite number.
+ 10. Errors are never rewards: what a verifier returns becomes a score only when it is one finite number.
 
 The wire is one socket that belongs to the worker alone; standard input is empty for the verifier, and what it prints
 goes to standard error. Frames are a length and then one encoded value. The worker says [READY] or [BROKEN, sentence]

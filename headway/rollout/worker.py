@@ -4,10 +4,10 @@ Which engine serves a request is nobody else's business, since what it samples d
 every token it received: when an engine dies, falls silent or answers nonsense, the request goes on at another one.
 
 Invariants that live here:
-  2. Nothing vanishes: a request that an engine lost is continued from the tokens received, each with its own version.
-  8. Groups know themselves: a trajectory that failed leaves a `Failure` in its group, with what befell it.
- 10. An error is never a reward: a broken verifier or workflow costs its trajectory, and never enters a baseline.
- 15. Nothing hangs: while no engine or no reward pool is there, what needs one waits for it no longer than a deadline.
+  2. Conservation: a request that an engine lost is continued from the tokens received, each with its own version.
+  8. Group identity: a trajectory that failed leaves a `Failure` in its group, with what befell it.
+ 10. Errors are never rewards: a broken verifier or workflow costs its trajectory, and never enters a baseline.
+ 15. Bounded waits: while no engine or no reward pool is there, what needs one waits for it no longer than a deadline.
 """
 
 import asyncio

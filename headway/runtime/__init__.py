@@ -10,5 +10,5 @@ the frames between them. `guardian` runs a foreign program and `process_tree` en
 heavy work off the event loop; `gather` awaits several calls together.
 
 Invariant that lives here:
- 15. Nothing hangs: every wait has a deadline; what exceeds it fails with the name of what was awaited.
+ 15. Bounded waits: every wait has a deadline; what exceeds it fails with the name of what was awaited.
 """

@@ -6,7 +6,7 @@ calls between workers have channels of their own. The run's token reaches a keep
 worker through a pipe, so that no command line, environment or log shows it.
 
 Invariant that lives here:
- 15. Nothing hangs: a worker dies with its keeper, a keeper with this process, this process with the controller; and a
+ 15. Bounded waits: a worker dies with its keeper, a keeper with this process, this process with the controller; and a
      keeper that says nothing for a while is given up.
 """
 

@@ -5,7 +5,7 @@ The program leads a process group of its own, reads nothing, and writes where th
 SIGTERM and after a few seconds by SIGKILL; then DIRECTORIES (colons between them) are removed with all they hold.
 
 Invariant that lives here:
- 15. Nothing hangs: none of the program's processes outlives its owner, however the owner ends.
+ 15. Bounded waits: none of the program's processes outlives its owner, however the owner ends.
 """
 
 import contextlib

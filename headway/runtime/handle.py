@@ -1,7 +1,7 @@
 """The calling side: a handle looks like the worker's object, and every call on it is a frame to another process.
 
 Invariant that lives here:
- 15. Nothing hangs: every wait has a deadline; what exceeds it fails with the name of what was awaited. A worker that
+ 15. Bounded waits: every wait has a deadline; what exceeds it fails with the name of what was awaited. A worker that
      died fails what is pending on it, in every process, with its name.
 """
 

@@ -1,7 +1,7 @@
 """Every worker in a process of its own on this machine.
 
 Invariant that lives here:
- 15. Nothing hangs: a worker that dies fails what is pending on it, with its name and its last words; one that does
+ 15. Bounded waits: a worker that dies fails what is pending on it, with its name and its last words; one that does
      not close in time is killed; none outlives its parent, however the parent ends.
 """
 

@@ -4,7 +4,7 @@ Ray places and starts workers and brings home what they print (`cluster.py`, in 
 channels from process to process, as on one machine. So a run here is, bit for bit, the run of the local runtime.
 
 Invariant that lives here:
- 15. Nothing hangs: a worker that dies, or whose node does, fails what is pending on it, with its name and the last
+ 15. Bounded waits: a worker that dies, or whose node does, fails what is pending on it, with its name and the last
      words that came home; one that does not close in time is killed; none outlives the controller.
 """
 

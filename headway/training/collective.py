@@ -4,7 +4,7 @@ Ranks meet at a store that listens where it is told to, on loopback by default, 
 CPUs and by NCCL between GPUs. Only numbers travel that way, and nothing that arrives is unpickled.
 
 Invariant that lives here:
- 15. Nothing hangs: ranks meet within a deadline, and those that did not come are named.
+ 15. Bounded waits: ranks meet within a deadline, and those that did not come are named.
 """
 
 import os

@@ -5,8 +5,8 @@ trains, asks all ranks at the same time, and sees that they agree. Weights are p
 rank for its own rows: nobody ever holds the whole model. Advantages are of whole groups, from before the dealing.
 
 Invariants that live here:
- 12. The gradient does not depend on packing: any rank count, same gradient to fp32 rounding.
- 15. Nothing hangs: when a rank dies or is silent, the call fails with its name, and the others, which may wait for it
+ 12. Packing-independent gradient: any rank count, same gradient to fp32 rounding.
+ 15. Bounded waits: when a rank dies or is silent, the call fails with its name, and the others, which may wait for it
      in the middle of a pass, are ended.
 """
 

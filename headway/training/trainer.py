@@ -10,7 +10,7 @@ micro-batches there are, the figures of a minibatch, and so whether a step is sk
 
 Invariants that live here:
   7. The loss is Eq. 5 (losses.py); what this file adds is that π_prox is the weights before this training step.
- 12. The gradient does not depend on packing: the denominator is the minibatch's number of trained tokens on all ranks,
+ 12. Packing-independent gradient: the denominator is the minibatch's number of trained tokens on all ranks,
      and gradients add up over them.
  16. Replay: nothing here is random, so the same batches give the same weights.
 """

@@ -4,7 +4,7 @@ The bytes never leave the device. A publisher copies an update into one of two b
 buffer (CUDA IPC; within one process it is simply found) and copies from there beside its live weights.
 
 Invariant that lives here:
- 11. Weight sync is proved at every load by fingerprint: a checksum of each tensor's bytes, taken where they were
+ 11. Verified weight sync at every load by fingerprint: a checksum of each tensor's bytes, taken where they were
      published and again where they are about to run, in one reading on the device.
 """
 

@@ -1,7 +1,7 @@
 """A second set of tensors next to a module's live ones: staged, verified, exchanged between two decode steps.
 
 Invariant that lives here:
- 11. Weight sync is proved at every load by fingerprint: each tensor's checksum is taken over its bytes as published,
+ 11. Verified weight sync at every load by fingerprint: each tensor's checksum is taken over its bytes as published,
      and again over the bytes the receiver is about to run; a mismatch stops the run.
 """
 

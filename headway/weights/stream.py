@@ -6,9 +6,9 @@ them where they will be swapped in, neither holding the interpreter's lock meanw
 is made anew, a bounded number of times, and goes on with the bucket it was in. The bytes are not encrypted.
 
 Invariants that live here:
- 11. Weight sync is proved at every load: each answer says whether the buffer still holds the version, the last one
+ 11. Verified weight sync at every load: each answer says whether the buffer still holds the version, the last one
      after the last byte has arrived, so that two versions never mix unnoticed; weights.py then compares fingerprints.
- 15. Nothing hangs: every wait has a deadline; what exceeds it fails with the name of what was awaited.
+ 15. Bounded waits: every wait has a deadline; what exceeds it fails with the name of what was awaited.
 """
 
 import hmac

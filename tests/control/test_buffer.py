@@ -1,4 +1,4 @@
-"""The buffer hands out finished groups in the order staleness allows; invariant 2: nothing vanishes."""
+"""The buffer hands out finished groups in the order staleness allows; invariant 2: conservation."""
 
 import asyncio
 import random

@@ -1,9 +1,9 @@
 """The controller with a fake engine and a stand-in trainer: no model, every order of events that seeds can bring about.
 
-Invariant 1: one admission authority. Eq. 3 holds at every admission, after resume, drops, odd sizes, worker deaths.
-Invariant 2: nothing vanishes. Every admitted group leaves exactly once; admitted = trained + dropped + in flight.
-Invariant 11: weight sync is proved at every load; a mismatch stops the run.
-Invariant 14: a crash loses nothing, after whatever event it comes.
+Invariant 1: single admission authority. Eq. 3 holds at every admission, after resume, drops, odd sizes, worker deaths.
+Invariant 2: conservation. Every admitted group leaves exactly once; admitted = trained + dropped + in flight.
+Invariant 11: verified weight sync at every load; a mismatch stops the run.
+Invariant 14: crash safety, after whatever event it comes.
 """
 
 import asyncio

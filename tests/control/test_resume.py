@@ -1,4 +1,4 @@
-"""Invariant 14: a crash loses nothing. Killed anywhere, the run resumes; no prompt is skipped, none trained twice.
+"""Invariant 14: crash safety. Killed anywhere, the run resumes; no prompt is skipped, none trained twice.
 
 Invariant 16: replay. From the record, the training of a finished run is repeated to identical weights.
 """

@@ -1,4 +1,4 @@
-"""Invariant 1: one admission authority; invariant 2: nothing vanishes; and the bound that counter and order give."""
+"""Invariant 1: single admission authority; invariant 2: conservation; and the bound that counter and order give."""
 
 import math
 import random

@@ -67,7 +67,7 @@ def test_a_transport_nobody_knows_is_refused_before_anything_starts(transport: s
 
 
 def test_invariant_11_a_run_makes_the_same_weights_by_every_way(tmp_path: Path, tiny_model: str) -> None:
-    """Weight sync is proved at every load: each engine ran what was published, however it came."""
+    """Verified weight sync at every load: each engine ran what was published, however it came."""
     digests = {}
     for transport in ("auto", "stream", "disk"):
         (tmp_path / transport).mkdir()
@@ -85,7 +85,7 @@ def test_invariant_11_a_run_makes_the_same_weights_by_every_way(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_invariant_11_engines_in_processes_are_sent_their_weights(tmp_path: Path, tiny_model: str) -> None:
-    """Weight sync is proved at every load, by two engines at once, over connections and without shared memory."""
+    """Verified weight sync at every load, by two engines at once, over connections and without shared memory."""
     sections = {"engine": {"count": 2}, "weights": {"transport": "stream"}}
     path = write_config(tmp_path, tiny_model, run={"runtime": "local"}, **sections)
     config = load(path)

@@ -1,6 +1,6 @@
 """One model definition on both sides: our attention and fused log-probs against plain transformers, FSDP2 or not.
 
-Invariant 12: the gradient does not depend on packing, nor on the rank count.
+Invariant 12: packing-independent gradient, for any rank count.
 """
 
 import os

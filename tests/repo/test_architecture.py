@@ -66,21 +66,21 @@ TOO_LONG: dict[str, str] = {}
 FILE_LINES, FUNCTION_LINES, NUM_KNOBS = 500, 80, 100
 
 INVARIANTS = {
-    1: "One admission authority",
-    2: "Nothing vanishes",
-    3: "Versions are the engine's",
+    1: "Single admission authority",
+    2: "Conservation",
+    3: "The engine stamps versions",
     4: "η = 0 is synchronous training",
-    5: "Interruption is invisible",
+    5: "Interruption is transparent",
     6: "Parity",
     7: "The loss is Eq. 5",
-    8: "Groups know themselves",
-    9: "Stop reasons travel",
-    10: "An error is never a reward",
-    11: "Weight sync is proved",
-    12: "The gradient does not depend on packing",
-    13: "Generation waits for little",
-    14: "A crash loses nothing",
-    15: "Nothing hangs",
+    8: "Group identity",
+    9: "Explicit stop reasons travel",
+    10: "Errors are never rewards",
+    11: "Verified weight sync",
+    12: "Packing-independent gradient",
+    13: "Non-blocking generation",
+    14: "Crash safety",
+    15: "Bounded waits",
     16: "Replay",
 }
 

@@ -1,4 +1,4 @@
-"""What an engine may answer. Invariant 3: versions are the engine's, as far as they are possible; invariant 9: a stop
+"""What an engine may answer. Invariant 3: the engine stamps versions, as far as they are possible; invariant 9: a stop
 reason must not contradict its completion."""
 
 from dataclasses import replace

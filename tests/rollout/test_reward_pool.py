@@ -1,4 +1,4 @@
-"""The reward pool with real processes. Invariant 10: an error is never a reward."""
+"""The reward pool with real processes. Invariant 10: errors are never rewards."""
 
 import asyncio
 import os

@@ -1,6 +1,6 @@
 """Who may speak to a worker: strangers without the run's token are turned away, and learn nothing.
 
-Invariant 15: nothing hangs, neither for a stranger who says nothing.
+Invariant 15: bounded waits, neither for a stranger who says nothing.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Workers on the nodes of a Ray cluster. What all runtimes promise alike is in test_runtime.py, for this one too.
 
-Invariant 15: nothing hangs, also when a node is lost or the controller is. Invariant 4 across machines: at η = 0 a run
+Invariant 15: bounded waits, also when a node is lost or the controller is. Invariant 4 across machines: at η = 0 a run
 on Ray is the run of the local runtime, bit for bit.
 """
 

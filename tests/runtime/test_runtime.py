@@ -1,4 +1,4 @@
-"""Starting classes in processes and calling them. Invariant 15: nothing hangs; what fails says who failed."""
+"""Starting classes in processes and calling them. Invariant 15: bounded waits; what fails says who failed."""
 
 import asyncio
 import os

@@ -1,6 +1,6 @@
 """Checkpoints that cannot be written, or whose trainer dies, and a log that cannot: what the controller does then.
 
-Invariant 14: a crash loses nothing.
+Invariant 14: crash safety.
 """
 
 import asyncio

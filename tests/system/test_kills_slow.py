@@ -1,6 +1,6 @@
-"""Invariant 14: a crash loses nothing, at fifty moments of a run, and whichever worker is killed or falls silent.
+"""Invariant 14: crash safety, at fifty moments of a run, and whichever worker is killed or falls silent.
 
-Invariant 15: nothing hangs: what is silent is found in time, and what is lost too often ends the run with its name.
+Invariant 15: bounded waits: what is silent is found in time, and what is lost too often ends the run with its name.
 """
 
 import multiprocessing

@@ -1,6 +1,6 @@
 """Whole runs: what a finished one leaves behind, and inputs that are odd without being wrong.
 
-Invariant 2: nothing vanishes. Invariant 6: parity. Invariant 10: an error is never a reward. Invariant 15: nothing
+Invariant 2: conservation. Invariant 6: parity. Invariant 10: errors are never rewards. Invariant 15: nothing
 hangs. The ledger adds up in every one of them.
 """
 

@@ -1,6 +1,6 @@
 """Several engines in one run: who generates what, that it does not matter who does, and that their numbers add up.
 
-Invariant 1: one admission authority; the version that admits is the lowest of all engines. Invariant 2: nothing
+Invariant 1: single admission authority; the version that admits is the lowest of all engines. Invariant 2: nothing
 vanishes. Invariant 4: η = 0 is synchronous training, whichever engine serves a group.
 """
 

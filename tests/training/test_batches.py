@@ -1,4 +1,4 @@
-"""Batches as packed tensors; invariant 12: the gradient does not depend on packing."""
+"""Batches as packed tensors; invariant 12: packing-independent gradient."""
 
 import dataclasses
 import math

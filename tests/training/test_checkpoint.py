@@ -1,6 +1,6 @@
 """Checkpoints: whole or recognised as damaged, whatever moment the kill came; models as ordinary directories.
 
-Invariant 14: a crash loses nothing.
+Invariant 14: crash safety.
 """
 
 import gc

@@ -1,6 +1,6 @@
 """Two trainer ranks in two processes against one: gradients, steps, scores, and how the work is dealt.
 
-Invariant 12: the gradient does not depend on packing: same minibatch, any micro-batch split, any rank count.
+Invariant 12: packing-independent gradient: same minibatch, any micro-batch split, any rank count.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """What two trainer ranks publish and save together: weights in pieces, checkpoints, models.
 
-Invariant 11: weight sync is proved at every load.
+Invariant 11: verified weight sync at every load.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Four trainer ranks against one; odd shapes; ranks that die, hang, break or run out of memory; whole runs.
 
-Invariant 12: the gradient does not depend on packing, nor on the rank count. Invariant 14: a crash loses nothing.
-Invariant 15: nothing hangs. Invariant 16: replay to identical weights on the same rank count.
+Invariant 12: packing-independent gradient, for any rank count. Invariant 14: crash safety.
+Invariant 15: bounded waits. Invariant 16: replay to identical weights on the same rank count.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """What a trainer refuses, skips, repeats exactly, and does when memory runs out.
 
-Invariant 12: the gradient does not depend on packing.
+Invariant 12: packing-independent gradient.
 """
 
 import dataclasses
@@ -128,7 +128,7 @@ def test_training_twice_gives_the_same_bits(tiny_model: str) -> None:
 def test_invariant_12_running_out_of_memory_makes_micro_batches_smaller_and_nothing_else(
     tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gradient does not depend on packing, so a step that did not fit is the same step in more pieces."""
+    """Packing-independent gradient, so a step that did not fit is the same step in more pieces."""
     calm, tight = make_trainer(tiny_model, token_budget=4096), make_trainer(tiny_model, token_budget=4096)
     forward = Trainer._forward
 

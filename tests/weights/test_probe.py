@@ -1,6 +1,6 @@
 """Proof by score: an engine without fingerprints must score the probe as the trainer does, and not as it did before.
 
-Invariant 11: weight sync is proved at every load.
+Invariant 11: verified weight sync at every load.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Weights in files: readable by everybody, there whole or not at all, and never taken for another version.
 
-Invariant 11: weight sync is proved at every load, from a file as from memory.
+Invariant 11: verified weight sync at every load, from a file as from memory.
 """
 
 import dataclasses

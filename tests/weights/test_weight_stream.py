@@ -1,6 +1,6 @@
 """Weights over real connections: that they arrive, and what is said when their publisher moves on or ends.
 
-Invariant 11: weight sync is proved at every load. Invariant 13: generation waits for little. Invariant 15: nothing
+Invariant 11: verified weight sync at every load. Invariant 13: non-blocking generation. Invariant 15: nothing
 hangs.
 """
 
@@ -269,7 +269,7 @@ def test_loopback_is_known_by_all_its_names() -> None:
 
 
 def test_invariant_13_generation_goes_on_while_weights_are_under_way(tiny_model: str) -> None:
-    """Generation waits for little: whole completions are written while the first byte of the weights has not come."""
+    """Non-blocking generation: whole completions are written while the first byte of the weights has not come."""
     under_way, go_on = threading.Event(), threading.Event()
 
     def hold(number: int, first: int, chunk: bytes) -> bytes:

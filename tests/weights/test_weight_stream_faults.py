@@ -1,6 +1,6 @@
 """Weights over real connections: what a network or a stranger can do to them, and what the receiver then says.
 
-Invariant 11: weight sync is proved at every load. Invariant 15: nothing hangs.
+Invariant 11: verified weight sync at every load. Invariant 15: bounded waits.
 """
 
 import dataclasses

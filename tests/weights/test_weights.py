@@ -1,6 +1,6 @@
 """Weights on their way from trainer to engine.
 
-Invariant 11: weight sync is proved at every load by fingerprint; a mismatch stops the run.
+Invariant 11: verified weight sync at every load by fingerprint; a mismatch stops the run.
 """
 
 import dataclasses

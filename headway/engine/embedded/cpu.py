@@ -1,7 +1,7 @@
 """The engine's executor on a CPU: one decode step at a time over slabs of keys and values.
 
 Invariant that lives here:
-  5. Interruption is invisible when the weights did not change: in deterministic mode a sequence's arithmetic does not
+  5. Interruption is transparent when the weights did not change: in deterministic mode a sequence's arithmetic does not
      depend on who shares its batch.
 """
 

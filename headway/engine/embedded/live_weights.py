@@ -5,7 +5,7 @@ layout: a decode step's products are 1.2 to 2 times as fast, the head's the most
 not while decoding. Logits are always fp32.
 
 Invariant that lives here:
- 11. Weight sync is proved at every load: what is packed is packed from the bytes whose fingerprints were checked.
+ 11. Verified weight sync at every load: what is packed is packed from the bytes whose fingerprints were checked.
 """
 
 import threading

@@ -6,10 +6,10 @@ its last token, so a fresh prompt, a forked prompt, an interrupted and a preempt
 missing is prefilled, the rest is decode. Which device does the arithmetic is the executor's business.
 
 Invariants that live here:
-  3. Versions are the engine's: a token is stamped with the version whose weights sampled it, as it is sampled.
-  5. Interruption is invisible when the weights did not change: under `keep` nothing about a running sequence
+  3. The engine stamps versions: a token is stamped with the version whose weights sampled it, as it is sampled.
+  5. Interruption is transparent when the weights did not change: under `keep` nothing about a running sequence
      changes at a swap.
-  9. Stop reasons travel with the completion.
+  9. Explicit stop reasons travel with the completion.
 """
 
 import time

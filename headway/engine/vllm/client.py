@@ -1,7 +1,7 @@
 """One vLLM server over HTTP: every call has a deadline, and what goes wrong is one sentence.
 
 Invariant that lives here:
- 15. Nothing hangs: a call that is not answered in time, and a stream that brings nothing for as long, fail by name.
+ 15. Bounded waits: a call that is not answered in time, and a stream that brings nothing for as long, fail by name.
 """
 
 import asyncio

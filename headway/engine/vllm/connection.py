@@ -1,7 +1,7 @@
 """A vLLM server at hand: started here or found at a URL, checked before it is used, watched while it is.
 
 Invariant that lives here:
- 11. Weight sync is proved at every load: what is served when the engine opens scores a probe as transformers does.
+ 11. Verified weight sync at every load: what is served when the engine opens scores a probe as transformers does.
 """
 
 import asyncio

@@ -8,8 +8,8 @@ way is aborted, stamped with the old version, and submitted again with what it h
 under way ends first, in either case. A salt per version keeps the prefix cache from serving another version's prompts.
 
 Invariants that live here:
-  3. Versions are the engine's: see live.py; no submission begins while a swap goes on.
- 13. Generation waits for little: weights are written beside running generation; a swap pauses it for the load alone.
+  3. The engine stamps versions: see live.py; no submission begins while a swap goes on.
+ 13. Non-blocking generation: weights are written beside running generation; a swap pauses it for the load alone.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 """A completion being sampled by a server, over as many submissions as swaps and aborts make of it.
 
 Invariants that live here:
-  3. Versions are the engine's: a token is stamped with what the server's spans say; before they come, only where no
+  3. The engine stamps versions: a token is stamped with what the server's spans say; before they come, only where no
      swap began since its submission, and nothing is handed out whose version is not known.
-  9. Stop reasons travel with the completion.
+  9. Explicit stop reasons travel with the completion.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Rewards to advantages: pure functions, blind to where the data came from.
 
 Invariants that live here:
-  8. Groups know themselves: normalisation is by group id, never by stride, so that neither the order of the rows nor a
+  8. Group identity: normalisation is by group id, never by stride, so that neither the order of the rows nor a
      missing trajectory moves a reward into another group's mean.
 
 No critic and γ = λ = 1: every sampled token of a trajectory has the advantage of the trajectory.

@@ -2,7 +2,7 @@
 
 Invariants that live here:
   7. The loss is Eq. 5. π_prox/π_behav is applied always; capping or masking it is a separate, named choice.
- 12. The gradient does not depend on packing: a loss is a sum over tokens divided by a denominator that is the
+ 12. Packing-independent gradient: a loss is a sum over tokens divided by a denominator that is the
      minibatch's, so the losses, gradients and metrics of any micro-batch split add up to those of the whole.
 
 Array suffix: T packed tokens of one micro-batch.

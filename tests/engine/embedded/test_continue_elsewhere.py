@@ -1,6 +1,6 @@
 """Continuing elsewhere: a completion that one engine began and another ends is the completion that either would make.
 
-Invariant 5: interruption is invisible when the weights did not change: bit for bit in deterministic mode.
+Invariant 5: interruption is transparent when the weights did not change: bit for bit in deterministic mode.
 """
 
 from dataclasses import replace

@@ -39,7 +39,7 @@ def reference(model: torch.nn.Module) -> np.ndarray:
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 def test_invariant_11_packed_matrices_are_those_of_the_live_version(wide_model: str) -> None:
-    """Weight sync is proved at every load; what is packed must move with it, neither before the swap nor after."""
+    """Verified weight sync at every load; what is packed must move with it, neither before the swap nor after."""
     engine_model, new = load_model(wide_model), load_model(wide_model)
     core = EngineCore(engine_model, EngineSection(max_num_seqs=8, kv_tokens=4096), 128, False, lambda tokens: "")
     assert packable(named_weights(engine_model)["model.layers.0.mlp.down_proj.weight"])
@@ -65,7 +65,7 @@ def test_invariant_11_packed_matrices_are_those_of_the_live_version(wide_model: 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 def test_invariant_11_an_adapter_repacks_what_it_names_and_leaves_the_rest(wide_model: str) -> None:
-    """Weight sync is proved at every load, also of a part: the fingerprints are those of everything live."""
+    """Verified weight sync at every load, also of a part: the fingerprints are those of everything live."""
     engine_model, new = load_model(wide_model), load_model(wide_model)
     core = EngineCore(engine_model, EngineSection(max_num_seqs=8, kv_tokens=4096), 128, False, lambda tokens: "")
     name = "model.layers.1.mlp.down_proj.weight"

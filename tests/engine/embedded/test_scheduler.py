@@ -71,7 +71,7 @@ def run_with_three_versions(path: str, kv: KvPolicy, deterministic: bool) -> tup
 def test_invariant_3_teacher_forcing_reproduces_each_segment_under_its_version(
     tiny_model: str, deterministic: bool
 ) -> None:
-    """Versions are the engine's. Under `recompute` a token is sampled from the whole prefix as its version sees it."""
+    """The engine stamps versions. Under `recompute` a token is sampled from the whole prefix as its version sees it."""
     models, requests, outcome = run_with_three_versions(tiny_model, "recompute", deterministic)
     num_versions = set()
     for request in requests:

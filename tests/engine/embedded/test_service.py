@@ -101,7 +101,7 @@ def test_a_draining_swap_waits_for_what_is_under_way_and_lets_nothing_new_begin(
 
 
 def test_invariant_5_a_pause_is_invisible_bit_for_bit(tiny_model: str) -> None:
-    """Interruption is invisible: paused and resumed at many points, under load, and while a request arrives."""
+    """Interruption is transparent: paused and resumed at many points, under load, and while a request arrives."""
     requests = requests_of_all_lengths()
 
     async def scenario() -> list[Completion]:
@@ -127,7 +127,7 @@ def test_invariant_5_a_pause_is_invisible_bit_for_bit(tiny_model: str) -> None:
 
 
 def test_invariant_13_receiving_weights_does_not_stop_generation(tiny_model: str) -> None:
-    """Generation waits for little: not for the transfer. An update that never arrives in full stops nobody."""
+    """Non-blocking generation: not for the transfer. An update that never arrives in full stops nobody."""
 
     async def scenario() -> None:
         async with opened(tiny_model, max_context=512) as engine:

@@ -1,6 +1,6 @@
 """vLLM servers that fail, do not fit, or are none, as a small server plays them; what real ones do is in test_vllm.py.
 
-Invariant 15: nothing hangs.
+Invariant 15: bounded waits.
 """
 
 from collections.abc import Callable

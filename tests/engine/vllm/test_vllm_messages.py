@@ -1,7 +1,7 @@
 """The vLLM engine against a small server that speaks vLLM's wire format: swaps at exact moments, in seconds.
 Servers that fail are in test_vllm_faults.py, real ones in test_vllm.py.
 
-Invariant 3: versions are the engine's.
+Invariant 3: the engine stamps versions.
 """
 
 import asyncio

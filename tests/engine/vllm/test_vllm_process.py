@@ -1,6 +1,6 @@
 """Servers that the vLLM engine starts itself: how they start, how they end, and whole runs on them.
 
-Apart from test_vllm.py, so that never two servers run at a time. Invariant 15: nothing hangs, and nothing is left.
+Apart from test_vllm.py, so that never two servers run at a time. Invariant 15: bounded waits, and nothing is left.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Rewards to advantages, against scalar references; invariant 8: groups know themselves."""
+"""Rewards to advantages, against scalar references; invariant 8: group identity."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Invariant 7: the loss is Eq. 5, value and gradient; invariant 12: the gradient does not depend on packing."""
+"""Invariant 7: the loss is Eq. 5, value and gradient; invariant 12: packing-independent gradient."""
 
 import math
 from dataclasses import dataclass
