@@ -1,7 +1,7 @@
 """Engines that come and go while a run goes on, and how much each is sent: joining, leaving, slow ones, full memory.
 
-Invariant 1: single admission authority; an engine that is down does not count, one that joins counts from what it proved.
-Invariant 2: conservation.
+Invariant 1: single admission authority; an engine that is down does not count, one that joins counts from what it
+proved. Invariant 2: conservation.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """What the controller survives: engines, rollout workers, reward pool and trainer that are lost, in any order.
 
-Invariant 1: single admission authority; an engine that is down does not count, one that joins counts from what it proved.
-Invariant 2: conservation. Invariant 14: crash safety. Invariant 15: bounded waits.
+Invariant 1: single admission authority; an engine that is down does not count, one that joins counts from what it
+proved. Invariant 2: conservation. Invariant 14: crash safety. Invariant 15: bounded waits.
 """
 
 import asyncio
