@@ -8,13 +8,15 @@ Three loops, joined by what they wait for: admission waits for room under Eq. 3,
 training step's weights travel to the engines beside the next step. Everything that happens is an event first. Workers
 that are lost are started again beside all this (roster.py, supervise.py); the trainer comes back at the version it had.
 
-Invariants that live here: 1. Single admission authority: every admission asks `StalenessControl` with the lowest
-version confirmed by all engines that may serve. 2. Conservation: the ledger is checked after every training step. 4. η
-= 0 is synchronous training: no line here asks whether it is; Eq. 3 alone makes the two sides take turns. 6. Parity:
-after each swap, engine and trainer score the same probe, and the largest difference is an event. 11. Verified weight
-sync at every load, by fingerprint or by score, before a version counts as confirmed. 13. Non-blocking generation: no
-loop that feeds the engines waits for training, saving, evaluation or logging; training waits for a checkpoint only
-while its state is set aside.
+Invariants that live here:
+  1. Single admission authority: every admission asks `StalenessControl` with the lowest version confirmed by all
+     engines that may serve.
+  2. Conservation: the ledger is checked after every training step.
+  4. η = 0 is synchronous training: no line here asks whether it is; Eq. 3 alone makes the two sides take turns.
+  6. Parity: after each swap, engine and trainer score the same probe, and the largest difference is an event.
+ 11. Verified weight sync at every load, by fingerprint or by score, before a version counts as confirmed.
+ 13. Non-blocking generation: no loop that feeds the engines waits for training, saving, evaluation or logging;
+     training waits for a checkpoint only while its state is set aside.
 """
 
 import asyncio
