@@ -1,8 +1,9 @@
 """Start a class somewhere and call it: in this process, in a process of its own, or on a node of a Ray cluster.
 
-Knows nothing of RL. A worker is an ordinary class whose public methods are `async def` or async generators; it may
-define `open` (called inside the running event loop, after construction) and `close` (called at the end). Import what
-you need from the module that has it: importing this package imports nothing.
+Knows nothing of RL. A worker is an ordinary class. Callers await its public methods: `async` methods and async
+generators run on the worker's event loop, synchronous methods on its compute thread, one at a time. It may define
+`async` methods `open` (called inside the running event loop, after construction) and `close` (called at the end).
+Importing this package imports nothing: import each name from its module.
 
 `protocol` is what every runtime does; `inline`, `local` and `ray` (with `driver`, the one process that speaks with
 Ray) are the three. `launch` starts a worker process, `worker` is its main; `handle` is the calling side and `channel`

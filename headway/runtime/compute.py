@@ -1,9 +1,11 @@
-"""Heavy blocking work, kept off the event loop of a worker."""
+"""Blocking work, kept off the event loop of a worker."""
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar, TypeVarTuple
+from functools import partial
+from typing import Any, TypeVar, TypeVarTuple
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -27,3 +29,14 @@ async def offload(fn: Callable[[*Ts], R], *args: *Ts) -> R:
     result = fn(*args)
     await asyncio.sleep(0)
     return result
+
+
+def awaitable(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A worker's method as its callers see it: `async` ones as they are, synchronous ones run by `offload`."""
+    if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+        return method
+
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        return await offload(partial(method, *args, **kwargs))
+
+    return call

@@ -40,13 +40,12 @@ def leave_run(run: str) -> None:
 
 
 def remote_methods(cls: type) -> dict[str, bool]:
-    """The methods a handle of `cls` has, and whether each is a stream."""
+    """The methods a handle of `cls` has, and whether each is a stream: every public method but `open`."""
     methods = {}
     for name in dir(cls):
         attribute = inspect.getattr_static(cls, name)
-        is_stream = inspect.isasyncgenfunction(attribute)
-        if not name.startswith("_") and name != "open" and (is_stream or inspect.iscoroutinefunction(attribute)):
-            methods[name] = is_stream
+        if inspect.isfunction(attribute) and not name.startswith("_") and name != "open":
+            methods[name] = inspect.isasyncgenfunction(attribute)
     return methods
 
 
@@ -246,7 +245,9 @@ class Connection(Channel):
 
 @codec.portable
 class Handle:
-    """Behaves like the object of a worker: its public methods can be awaited, its async generators iterated.
+    """Behaves like the object of a worker: its public methods are awaited, its async generators iterated.
+
+    Synchronous methods, too, are awaited: the worker runs them on its compute thread, one at a time.
 
     It travels to other workers with the names of its methods, not with its class, so that whoever receives it need
     not import what the worker imports; the token does not travel.

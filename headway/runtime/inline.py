@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from headway.errors import WorkerDied
+from headway.runtime.compute import awaitable
+from headway.runtime.handle import remote_methods
 
 T = TypeVar("T")
 CLOSE_S = 10.0
@@ -19,7 +21,9 @@ class InlineRuntime:
         self._workers[name] = worker
         if hasattr(worker, "open"):
             await worker.open()
-        return worker
+        calls = {name: awaitable(getattr(worker, name)) for name in remote_methods(cls)}
+        plain = all(call == getattr(worker, name) for name, call in calls.items())
+        return worker if plain else cast(T, _Awaitable(worker, calls))
 
     async def num_machines(self) -> int:
         return 1
@@ -37,6 +41,17 @@ class InlineRuntime:
     async def close(self) -> None:
         for name in reversed(list(self._workers)):
             await self.stop(name)
+
+
+class _Awaitable:
+    """A worker whose synchronous methods are awaited, as behind a handle; all else is the worker's own."""
+
+    def __init__(self, worker: Any, calls: dict[str, Any]) -> None:
+        self._worker = worker
+        self.__dict__.update(calls)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
 
 
 async def _close(name: str, worker: Any) -> None:

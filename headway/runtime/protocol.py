@@ -15,6 +15,10 @@ class Runtime(Protocol):
     async def start(self, name: str, cls: type[T], *args: Any, threads: int = 1) -> T:
         """Construct `cls(*args)` and open it; returns the object itself or a handle that behaves like it.
 
+        Every public method is then awaited: `async` ones run on the worker's event loop, synchronous ones on its
+        compute thread, one at a time. A caller of synchronous methods types the result by a protocol of their
+        awaitable form.
+
         A name may be started again after its death or its stop. One that dies before it is open is no failure: it is
         this call's error.
         """

@@ -24,7 +24,7 @@ from typing import Any
 from headway import codec
 from headway.runtime import channel
 from headway.runtime.channel import Channel, error_to_plain
-from headway.runtime.compute import offload, start_compute_thread
+from headway.runtime.compute import awaitable, offload, start_compute_thread
 from headway.runtime.handle import join_run, remote_methods
 
 _PR_SET_PDEATHSIG = 1
@@ -42,7 +42,7 @@ class Service:
         self._object: Any = self
 
     def method(self, name: str) -> Any:
-        return getattr(self._object, name)
+        return awaitable(getattr(self._object, name))
 
     async def open(self, class_path: str, python_path: list[str], threads: int, args: bytes) -> None:
         """Import and construct; from here on the calls are the object's."""

@@ -9,6 +9,7 @@ import sys
 import threading
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -35,6 +36,9 @@ def test_all_runtimes_call_stream_and_carry_errors_alike(tmp_path: Path, kind: s
         with pytest.raises(RequestRefused, match=r"^the request is too long; shorten it$"):
             await probe.refuse()
         assert await with_deadline(probe, 5.0).echo(7) == 7
+        assert await cast(Any, probe).repeat("x", twice=True) == ("x", "x")
+        with pytest.raises(RequestRefused, match=r"^the request is too long; shorten it$"):
+            await cast(Any, probe).refuse_synchronously()
         caller = await runtime.start("caller", Caller, probe, (probe,))
         assert await caller.relay("echo", 3) == 3
         assert [number async for number in caller.relay_count(3)] == [0, 1, 2]
@@ -45,13 +49,15 @@ def test_all_runtimes_call_stream_and_carry_errors_alike(tmp_path: Path, kind: s
     with_probe(tmp_path, test, kind)
 
 
-def test_an_inline_worker_is_the_object_itself_and_closes_in_reverse_order(tmp_path: Path) -> None:
+def test_an_inline_worker_without_synchronous_methods_is_the_object_and_all_close_in_reverse(tmp_path: Path) -> None:
     async def body() -> None:
         diary = tmp_path / "diary"
         runtime = InlineRuntime()
         first = await runtime.start("first", Probe, "first", str(diary))
         await runtime.start("second", Probe, "second", str(diary))
-        assert type(first) is Probe and with_deadline(first, 1.0) is first
+        assert first.name == "first" and with_deadline(first, 1.0) is first
+        caller = await runtime.start("caller", Caller, first)
+        assert type(caller) is Caller
         with pytest.raises(KeyError):
             await runtime.start("broken", Broken, "bug")
         with pytest.raises(TimeoutError):
@@ -301,7 +307,7 @@ def test_a_hung_method_meets_its_deadline_and_the_next_call_works(tmp_path: Path
 
 
 @in_processes
-def test_offload_keeps_a_workers_event_loop_responsive_on_one_compute_thread(tmp_path: Path, kind: str) -> None:
+def test_synchronous_methods_run_one_at_a_time_on_the_compute_thread(tmp_path: Path, kind: str) -> None:
     async def test(runtime: Runtime, probe: Probe) -> None:
         blocked = [asyncio.create_task(probe.pass_gate()) for _ in range(3)]
         assert await probe.open_gate() == "MainThread"

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from headway.errors import ConfigError, RequestRefused
-from headway.runtime.compute import offload
 
 
 class Probe:
@@ -97,12 +96,15 @@ class Probe:
     async def leave(self, code: int) -> None:
         os._exit(code)
 
-    async def pass_gate(self) -> str:
-        return await offload(self._pass_gate)
-
-    def _pass_gate(self) -> str:
+    def pass_gate(self) -> str:
         assert self.gate.wait(10)
         return threading.current_thread().name
+
+    def repeat(self, value: Any, *, twice: bool = False) -> Any:
+        return (value, value) if twice else value
+
+    def refuse_synchronously(self) -> None:
+        raise RequestRefused("the request is too long; shorten it")
 
     async def open_gate(self) -> str:
         self.gate.set()

@@ -30,6 +30,7 @@ from headway.record.events import Event, read
 from headway.record.ledger import fold
 from headway.record.shards import RunLog
 from headway.rollout.worker import RolloutWorker
+from headway.runtime.compute import awaitable
 from headway.runtime.handle import remote_methods
 from headway.runtime.protocol import Runtime
 from headway.tasks.prompts import PromptStream
@@ -133,7 +134,7 @@ class Mortal:
         self._name, self.worker = name, worker
         self._dead = asyncio.Event()
         for method, is_stream in remote_methods(type(worker)).items():
-            bound = getattr(worker, method)
+            bound = awaitable(getattr(worker, method))
             setattr(self, method, self._stream(bound) if is_stream else self._call(bound))
 
     def die(self) -> None:
