@@ -144,7 +144,7 @@ class Rollout(RolloutWorker):
 class StandInVerifier:
     """In place of the reward pool: every text is right."""
 
-    async def verify(self, task: dict[str, Any], text: str) -> Verdict:
+    async def verify(self, task: dict[str, Any], text: str, source: str = "") -> Verdict:
         return Verdict(1.0, "", 0.0)
 
     async def stats(self) -> dict[str, int]:
@@ -239,7 +239,7 @@ async def start_workers(runtime: "Runtime", config: "Config", spec: Message) -> 
     engines: dict[str, Engine] = {f"engine-{number}": Guest(hall, number) for number in range(spec["engines"])}
     rewards = cast(RewardPool, await runtime.start("reward", StandInVerifier))
     trainer = cast(Trainer, await runtime.start("trainer", StandInTrainer))
-    arguments = (config.model.path, config.rollout.workflow, config.run.seed, len(ALPHABET), RUN_DEADLINE_S)
+    arguments = (config.model.path, config.rollout, config.run.seed, len(ALPHABET), 4096, RUN_DEADLINE_S)
     names = [f"rollout-{number}" for number in range(config.rollout.workers)]
     rollout = await asyncio.gather(*(runtime.start(name, Rollout, *arguments) for name in names))
     generation = Generation(engines, cast(dict[str, RolloutWorker], dict(zip(names, rollout, strict=True))), rewards)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from common import RESULTS_DIR, Message, Record
 
+from headway.config import RolloutSection
 from headway.engine.fake import FakeEngine
 from headway.types import Admission, Prompt, Sampling, Verdict
 
@@ -45,7 +46,7 @@ class MortalEngine(FakeEngine):
 class StandInVerifier:
     """In place of the reward pool: every text is right."""
 
-    async def verify(self, task: dict[str, Any], text: str) -> Verdict:
+    async def verify(self, task: dict[str, Any], text: str, source: str = "") -> Verdict:
         return Verdict(1.0, "", 0.0)
 
 
@@ -63,10 +64,9 @@ class Scene:
         from headway.rollout.reward_pool import RewardPool
         from headway.rollout.worker import RolloutWorker
 
-        workflow = "headway.rollout.workflows.single_turn:SingleTurn"
         self._pool = cast(RewardPool, await self._runtime.start("reward", StandInVerifier))
         self.worker = await self._runtime.start(
-            "rollout-0", RolloutWorker, model, workflow, 0, len(ALPHABET), DEADLINE_S
+            "rollout-0", RolloutWorker, model, RolloutSection(), 0, len(ALPHABET), 4096, DEADLINE_S
         )
         for number in range(self._options.engines):
             await self.start(f"engine-{number}")

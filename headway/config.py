@@ -4,15 +4,14 @@ A run is described by a TOML file and any number of `--section.key=value` overri
 names the nearest known one. A component is given its own section and never reads another's.
 """
 
-import difflib
-import json
 import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from headway import knobs
 from headway.codec import portable
 from headway.errors import ConfigError
 
@@ -72,13 +71,30 @@ class ModelSection(Section):
     init: InitSection = Field(default_factory=InitSection, description="shape of a model built by `sft`")
 
 
+class FewShot(Section):
+    prompt: str = Field(description="the example's prompt")
+    completion: str = Field(description="the example's answer")
+
+
 class TaskSection(Section):
-    train: str = Field(description="training rows: a .jsonl file, or file.py:function that returns rows")
-    eval: str = Field("", description="held-out rows, in the same forms; empty means no evaluation")
+    train: str = Field(
+        "", description="training rows: a .jsonl, .parquet or .csv file, hf:NAME:CONFIG@SPLIT, or file.py:function"
+    )
+    eval: str = Field("", description="held-out rows, in the same forms; empty means no evaluation, or eval_share")
+    eval_share: float = Field(0.0, ge=0, lt=1, description="share of the training rows held out, by hash, if no eval")
     prompt_field: str = Field("prompt", description="the row's field that holds the prompt (text or chat messages)")
+    fields: dict[str, str] = Field({}, description="other names for a row's fields: {answer = solution}")
     chat: bool = Field(False, description="wrap the prompt into the model's chat template")
-    suffix: str = Field("", description="text added after every text prompt, such as an instruction")
-    verifier: str = Field(description="file.py:function or module:function, (task, text) -> score")
+    system: str = Field("", description="system prompt; with chat = false, text before every prompt")
+    few_shot: list[FewShot] = Field([], description="worked examples before every prompt: prompt and completion each")
+    template: dict[str, Any] = Field({}, description="arguments of the chat template: {enable_thinking = false}")
+    suffix: str = Field("", description="text added after every prompt, such as an instruction")
+    max_prompt_tokens: int = Field(0, ge=0, description="longer prompts are left out; 0 takes what the context allows")
+    deduplicate: bool = Field(False, description="leave out rows whose prompt an earlier row has")
+    verifier: str = Field("", description="file.py:function or module:function, (task, text) -> score; or a URL")
+    verifiers: dict[str, str] = Field({}, description="several verifiers by name instead, whose scores are summed")
+    weights: dict[str, float] = Field({}, description="weights of named verifiers or of their components; 1 if absent")
+    weight: float = Field(1.0, ge=0, description="of several tasks: this one's part of the prompts; 0 only evaluates")
 
 
 class SamplingSection(Section):
@@ -93,6 +109,10 @@ class RolloutSection(Section):
     workers: int = Field(1, ge=1, le=256, description="rollout processes")
     group_size: int = Field(8, ge=1, description="trajectories sampled from each prompt")
     workflow: str = Field("headway.rollout.workflows.single_turn:SingleTurn", description="how an episode runs")
+    settings: dict[str, Any] = Field({}, description="arguments of the workflow's constructor: {turns = 4}")
+    max_turns: int = Field(0, ge=0, description="most completions of an episode; 0 sets no limit")
+    max_episode_tokens: int = Field(0, ge=0, description="most tokens an episode may sample; 0 sets no limit")
+    episode_deadline_s: float = Field(0.0, ge=0, description="an episode running longer fails; 0 sets no limit")
     max_groups: int = Field(0, ge=0, description="most groups admitted and not yet taken; 0 leaves it to staleness")
 
 
@@ -229,8 +249,10 @@ class AlgorithmSection(Section):
 
 class EvaluateSection(Section):
     every: int = Field(0, ge=0, description="steps between held-out evaluations; 0 evaluates at start and end only")
-    limit: int = Field(500, ge=1, description="held-out rows used")
+    limit: int = Field(500, ge=1, description="held-out rows used, of each task")
     temperature: float = Field(0.0, ge=0, description="sampling temperature of evaluation; 0 is greedy")
+    samples: int = Field(1, ge=1, description="completions of each held-out prompt; several need a temperature")
+    pass_at: list[Annotated[int, Field(ge=1)]] = Field([1], description="the k of pass@k, each at most samples")
 
 
 class CheckpointSection(Section):
@@ -259,7 +281,8 @@ class Config(Section):
     run: RunSection = Field(default_factory=RunSection)
     ray: RaySection = Field(default_factory=RaySection)
     model: ModelSection
-    task: TaskSection
+    task: TaskSection = Field(default_factory=TaskSection)
+    tasks: dict[str, TaskSection] = Field({}, description="several tasks by name; [task] holds what they share")
     sampling: SamplingSection = Field(default_factory=SamplingSection)
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     reward: RewardSection = Field(default_factory=RewardSection)
@@ -274,6 +297,24 @@ class Config(Section):
     metrics: MetricsSection = Field(default_factory=MetricsSection)
     sft: SftSection = Field(default_factory=SftSection)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _share_task(cls, values: Any) -> Any:
+        """What [task] says holds for each of [tasks] that does not say otherwise."""
+        shared, tasks = (values.get("task", {}), values.get("tasks")) if isinstance(values, dict) else ({}, None)
+        if not (isinstance(tasks, dict) and isinstance(shared, dict)):
+            return values
+        return {**values, "tasks": {name: _over(shared, own) for name, own in tasks.items()}}
+
+    @property
+    def named_tasks(self) -> dict[str, TaskSection]:
+        """The tasks of the run by name; the name of a single one is empty."""
+        return self.tasks or {"": self.task}
+
+
+def _over(shared: dict[str, Any], own: Any) -> Any:
+    return {**shared, **own} if isinstance(own, dict) else own
+
 
 def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read a TOML file, apply `--a.b=c` overrides, validate, and fill in the run directory."""
@@ -285,7 +326,7 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for override in overrides or []:
-        _apply_override(values, override)
+        knobs.apply_override(Config, values, override)
     run = values.setdefault("run", {})
     if isinstance(run, dict) and run.get("dir", "") == "":
         run["dir"] = f"runs/{path.stem}"
@@ -296,94 +337,14 @@ def validate(values: dict[str, Any], where: str = "config") -> Config:
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {_sentence(error)}") from None
+        raise ConfigError(f"{where}: {knobs.sentence(Config, error)}") from None
     _check_contradictions(config, where)
     return config
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
-    key, separator, text = override.removeprefix("--").partition("=")
-    if not separator or "." not in key:
-        raise ConfigError(f"override {override!r} is not of the form --section.key=value")
-    *sections, name = key.split(".")
-    for section in sections:
-        values = values.setdefault(section, {})
-        if not isinstance(values, dict):
-            raise ConfigError(f"override {override!r}: {section} is not a section")
-    parsed = _parse_value(text)
-    # A directory named 2024 is no number.
-    values[name] = text if _takes_text(key) and not isinstance(parsed, str) else parsed
-
-
-def _parse_value(text: str) -> Any:
-    """A TOML value where it is one (numbers, booleans, lists, quoted strings), else the text itself."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _sentence(error: ValidationError) -> str:
-    """The first problem as one sentence."""
-    problem = error.errors()[0]
-    location = [str(part) for part in problem["loc"]]
-    key = ".".join(location)
-    if problem["type"] == "extra_forbidden":
-        return f"unknown key {key}{_hint(location)}"
-    if problem["type"] == "missing":
-        return f"{key} is required ({_describe(location)})"
-    got = json.dumps(problem["input"], default=str)
-    if problem["type"] == "model_type":
-        return f"{key} = {got} is not possible: it is a section, written [{key}]"
-    return f"{key} = {got} is not possible: {problem['msg'][0].lower()}{problem['msg'][1:]}"
-
-
-def _hint(location: list[str]) -> str:
-    """Where an unknown key may belong: under the same name in another section, else the nearest name in this one."""
-    *section, name = location
-    same = [known for known in all_keys() if known.split(".")[-1] == name]
-    nearest = difflib.get_close_matches(name, _keys_at(section), n=1, cutoff=0.4)
-    found = [*same, *(".".join([*section, match]) for match in nearest)]
-    return f"; did you mean {found[0]}?" if found else ""
-
-
-def _takes_text(key: str) -> bool:
-    *section, name = key.split(".")
-    return key in all_keys() and _section_at(section).model_fields[name].annotation is str
-
-
-def _section_at(location: list[str]) -> type[BaseModel]:
-    section: type[BaseModel] = Config
-    for part in location:
-        annotation = section.model_fields[part].annotation
-        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
-        section = annotation
-    return section
-
-
-def _keys_at(location: list[str]) -> list[str]:
-    return list(_section_at(location).model_fields)
-
-
-def _describe(location: list[str]) -> str:
-    field = _section_at(location[:-1]).model_fields[location[-1]]
-    return field.description or f"section [{location[-1]}]"
-
-
 def all_keys() -> dict[str, str]:
-    """Every knob as section.key, with its sentence: the source of `headway train --help`."""
-    keys: dict[str, str] = {}
-
-    def visit(section: type[BaseModel], prefix: str) -> None:
-        for name, field in section.model_fields.items():
-            annotation = field.annotation
-            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-                visit(annotation, f"{prefix}{name}.")
-            else:
-                keys[f"{prefix}{name}"] = field.description or ""
-
-    visit(Config, "")
-    return keys
+    """Every knob as section.key, with its sentence."""
+    return knobs.keys(Config)
 
 
 def _contradictions_of_weights(section: WeightsSection) -> dict[str, object]:
@@ -448,6 +409,7 @@ def _check_contradictions(config: Config, where: str) -> None:
         "raise count or name fewer": len(config.engine.devices) > config.engine.count,
     }
     problems |= _vllm_contradictions(config)
+    problems |= _contradictions_of_tasks(config)
     named = [("engine.device", device) for device in config.engine.devices]
     for knob, device in [*named, *(("trainer.device", device) for device in trainer.devices)]:
         sentence = f"{knob} = {device} is neither cpu nor cuda nor a GPU by number, such as cuda:1; set one of them"
@@ -469,6 +431,36 @@ def _check_contradictions(config: Config, where: str) -> None:
     for sentence, wrong in problems.items():
         if wrong:
             raise ConfigError(f"{where}: {sentence}")
+
+
+def _contradictions_of_tasks(config: Config) -> dict[str, object]:
+    problems: dict[str, object] = {}
+    for name, task in config.named_tasks.items():
+        where = f"tasks.{name}" if name else "task"
+        only_evaluates = task.weight == 0 and task.eval
+        problems |= {
+            f"{where}.train is required (training rows, such as data/train.jsonl)": not task.train
+            and not only_evaluates,
+            f"{where}.verifier is required (file.py:function, (task, text) -> score)": (
+                not task.verifier and not task.verifiers
+            ),
+            f"{where} has both a verifier and verifiers; leave one out": task.verifier and task.verifiers,
+            f"{where}.eval names held-out rows, and {where}.eval_share takes some of train; leave one out": (
+                task.eval and task.eval_share
+            ),
+        }
+        if name and not re.fullmatch(r"[\w.-]+", name):
+            problems[f"{name!r} cannot name a task; use letters, digits, - and _"] = True
+    if not any(task.weight > 0 for task in config.named_tasks.values()):
+        problems["all tasks have weight = 0, so none gives training prompts; raise one's"] = True
+    evaluate = config.evaluate
+    return problems | {
+        f"evaluate.samples = {evaluate.samples} completions of a prompt are all the same when greedy; "
+        "set evaluate.temperature above 0": evaluate.samples > 1 and evaluate.temperature == 0,
+        f"evaluate.pass_at = {evaluate.pass_at} needs as many completions of a prompt; raise evaluate.samples": (
+            max(evaluate.pass_at, default=1) > evaluate.samples
+        ),
+    }
 
 
 def _contradictions_of_ranks(config: Config) -> dict[str, object]:

@@ -90,7 +90,7 @@ def prepare(config: Config) -> Prepared:
         check_ray()
     check_devices(config)
     _check_vllm(config.engine.vllm_python)
-    check_workflow(config.rollout.workflow)
+    check_workflow(config.rollout)
     model_config = load_config(config.model.path)
     tokenizer = load_tokenizer(config.model.path)
     context = config.engine.max_context or model_config.max_position_embeddings

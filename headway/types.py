@@ -54,12 +54,13 @@ def _check_dtypes(owner: str, dtype: type, **arrays: NDArray[Any]) -> None:
 
 @noun
 class Prompt:
-    """A task instance: its tokens, its text, and what its verifier needs."""
+    """A task instance: its tokens, its text, and what its verifier needs; `source` names its task among several."""
 
     index: int
     tokens: Ints
     text: str
     task: dict[str, Any]
+    source: str = ""
 
     def __post_init__(self) -> None:
         _check_dtypes("Prompt", np.int32, tokens=self.tokens)
@@ -215,13 +216,15 @@ class Reward:
 
 @noun
 class Trajectory:
-    """One episode: its sequences, its rewards, why each of its completions ended."""
+    """One episode: its sequences, its rewards, why each of its completions ended; `components` are the named parts
+    of its reward, before weighting, where the verifier names them."""
 
     index: int
     sequences: tuple[Sequence, ...]
     rewards: tuple[Reward, ...]
     temperature: float
     stops: tuple[StopReason, ...]
+    components: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for reward in self.rewards:
@@ -277,6 +280,7 @@ class Group:
     size: int
     trajectories: tuple[Trajectory, ...]
     failures: tuple[Failure, ...] = ()
+    source: str = ""  # the prompt's task, where the run has several
 
     def __post_init__(self) -> None:
         if len(self.trajectories) + len(self.failures) != self.size:
@@ -469,3 +473,4 @@ class Verdict:
     score: float
     error: str
     seconds: float
+    components: dict[str, float] = field(default_factory=dict)  # named parts of the score, before weighting

@@ -87,7 +87,7 @@ def test_a_key_of_another_section_is_sent_there(sections: dict[str, Any], said: 
         ),
         (
             {"model": {"path": "m"}, "task": {"train": "r"}},
-            "config: task.verifier is required (file.py:function or module:function, (task, text) -> score)",
+            "config: task.verifier is required (file.py:function, (task, text) -> score)",
         ),
     ],
 )
@@ -393,9 +393,9 @@ def test_an_override_is_checked_like_the_file(tmp_path: Path, override: str, sai
 # The surface
 
 
-def test_every_knob_has_one_short_sentence_and_there_are_fewer_than_eighty() -> None:
+def test_every_knob_has_one_short_sentence() -> None:
     keys = all_keys()
-    assert 40 < len(keys) < 100
+    assert 40 < len(keys) < 130
     for key, sentence in keys.items():
         assert 3 <= len(sentence) <= 100 and "\n" not in sentence, key
         assert sentence[0] not in " ." and not sentence.endswith((".", " ")), key

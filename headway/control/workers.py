@@ -269,17 +269,18 @@ def how_weights_travel(config: Config, num_machines: int) -> WeightsSection:
 
 async def _start_rewards(runtime: Runtime, config: Config) -> "RewardPool":
     from headway.rollout.reward_pool import RewardPool
+    from headway.tasks.scoring import specification
 
-    return await runtime.start("reward", RewardPool, config.task.verifier, config.reward)
+    return await runtime.start("reward", RewardPool, specification(config.named_tasks), config.reward)
 
 
 async def _start_rollout(runtime: Runtime, config: Config, name: str) -> "RolloutWorker":
     from headway.model.loading import load_config
     from headway.rollout.worker import RolloutWorker
 
-    deadline_s = config.run.deadline_s
-    vocab_size = load_config(config.model.path).vocab_size
-    arguments = (config.model.path, config.rollout.workflow, config.run.seed, vocab_size, deadline_s)
+    deadline_s, model = config.run.deadline_s, load_config(config.model.path)
+    context = config.engine.max_context or model.max_position_embeddings
+    arguments = (config.model.path, config.rollout, config.run.seed, model.vocab_size, context, deadline_s)
     worker = await runtime.start(name, RolloutWorker, *arguments)
     # Its own calls, to the engines and the reward pool, must expire first, so that whoever is silent is named.
     return with_deadline(worker, 2 * deadline_s)

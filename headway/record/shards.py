@@ -245,6 +245,8 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     if dataclasses.is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return value
@@ -275,6 +277,10 @@ def _build(hint: Any, plain: Any, where: str, field: str) -> Any:
             _refuse(where, field, "a list")
         (item,) = {*typing.get_args(hint)} - {...}
         return tuple(_build(item, value, where, f"{field}[{index}]") for index, value in enumerate(plain))
+    if typing.get_origin(hint) is dict:
+        if not isinstance(plain, dict):
+            _refuse(where, field, "an object")
+        return {key: _build(typing.get_args(hint)[1], value, where, f"{field}.{key}") for key, value in plain.items()}
     if dataclasses.is_dataclass(hint):
         return _build_noun(typing.cast(type, hint), plain, where, field)
     if issubclass(hint, StrEnum):
@@ -294,11 +300,14 @@ def _build_noun(cls: type, plain: Any, where: str, field: str) -> Any:
     if not isinstance(plain, dict):
         _refuse(where, field, "an object")
     inside = f"{field}." if field else ""
-    if missing := [name for name in _hints(cls) if name not in plain]:
+    absent = dataclasses.MISSING
+    optional = {f.name for f in dataclasses.fields(cls) if (f.default, f.default_factory) != (absent, absent)}
+    if missing := [name for name in _hints(cls) if name not in plain and name not in optional]:
         raise ConfigError(f"{where}: {inside}{missing[0]} is missing")
     if unknown := [name for name in plain if name not in _hints(cls)]:
         raise ConfigError(f"{where}: unknown field {inside}{unknown[0]}; known are {', '.join(_hints(cls))}")
-    values = {name: _build(hint, plain[name], where, inside + name) for name, hint in _hints(cls).items()}
+    known = {name: hint for name, hint in _hints(cls).items() if name in plain}
+    values = {name: _build(hint, plain[name], where, inside + name) for name, hint in known.items()}
     try:
         return cls(**values)
     except ValueError as error:

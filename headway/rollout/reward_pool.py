@@ -25,6 +25,7 @@ from headway import codec
 from headway.config import RewardSection
 from headway.errors import ConfigError, WorkerDied
 from headway.rollout.reward_process import BROKEN, HEADER, NOT_A_SCORE, RAISED, SCORED
+from headway.tasks.scoring import title
 from headway.types import Verdict
 
 START_DEADLINE_S = 60.0
@@ -47,10 +48,11 @@ class _Broken(Exception):
 
 
 class RewardPool:
-    """Runs `verifier_reference` on texts in `section.workers` processes. Open it first, close it last."""
+    """Runs the verifiers of a specification (`tasks.scoring`), or the one that a bare reference names, on texts in
+    `section.workers` processes. Open it first, close it last."""
 
-    def __init__(self, verifier_reference: str, section: RewardSection) -> None:
-        self._reference = verifier_reference
+    def __init__(self, verifiers: str, section: RewardSection) -> None:
+        self._specification, self._reference = verifiers, title(verifiers)
         self._section = section
         self._places: asyncio.Queue[_Child | None] = asyncio.Queue()
         self._children: set[_Child] = set()
@@ -70,13 +72,13 @@ class RewardPool:
             await self.close()
             raise ConfigError(f"verifier {self._reference}: {result}") if isinstance(result, _Broken) else result
 
-    async def verify(self, task: dict[str, Any], text: str) -> Verdict:
+    async def verify(self, task: dict[str, Any], text: str, source: str = "") -> Verdict:
         """The verifier's score for `text`, or, after `retries` more attempts, the error that befell it."""
         if not self._opened:
             raise RuntimeError("the reward pool was not opened")
         self._check_not_closed()
         try:
-            request = codec.encode([task, text.encode("utf-8", "surrogatepass")])
+            request = codec.encode([source, task, text.encode("utf-8", "surrogatepass")])
         except (TypeError, ValueError) as error:
             return self._fail(self._count(_Broken(_REQUEST, f"the row cannot be sent to its verifier: {error}")))
         for _ in range(self._section.retries + 1):
@@ -136,7 +138,7 @@ class RewardPool:
 
     async def _start(self) -> "_Child":
         try:
-            child = _Child(self._reference)
+            child = _Child(self._specification)
         except OSError as error:
             raise _Broken(_START, f"its process could not be created: {error}") from error
         self._children.add(child)
@@ -196,14 +198,14 @@ class _Child:
             sentence = f"ran longer than reward.deadline_s = {deadline_s:g} and was killed"
             raise _Broken(_DEADLINE, sentence, deadline_s, killed=True)
         self.waiting = True
-        kind, score, sentence, seconds = answer
+        kind, score, sentence, seconds, components = answer
         if kind != SCORED:
             raise _Broken(kind, sentence, seconds)
         if seconds > deadline_s:
             raise _Broken(
                 _DEADLINE, f"ran for {seconds:.3g} s, longer than reward.deadline_s = {deadline_s:g}", seconds
             )
-        return Verdict(score, "", seconds)
+        return Verdict(score, "", seconds, components)
 
     async def _hear(self, timeout_s: float, kind_if_it_ends: str) -> list[Any] | None:
         """What the child says next, or None when it says nothing in time."""

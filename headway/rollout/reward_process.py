@@ -9,24 +9,22 @@ Invariant that lives here:
 
 The wire is one socket that belongs to the worker alone; standard input is empty for the verifier, and what it prints
 goes to standard error. Frames are a length and then one encoded value. The worker says [READY] or [BROKEN, sentence]
-once, and to each request [task, text] first [STARTED] and then [kind, score, sentence, seconds]. Only light modules
-are imported here: the worker forks before numpy exists, and torch never does.
+once, and to each request [source, task, text] first [STARTED] and then [kind, score, sentence, seconds, components].
+Only light modules are imported here: the worker forks before numpy exists, and torch never does.
 """
 
 import contextlib
-import math
 import os
 import signal
 import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from headway.errors import ConfigError
 from headway.runtime import process_tree
-from headway.tasks import imports
+from headway.tasks.scoring import NotAScore, Scorer
 
 HEADER = struct.Struct(">Q")
 READY, BROKEN, STARTED = "ready", "broken", "started"
@@ -70,27 +68,20 @@ def _serve(descriptor: int, reference: str) -> None:
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     try:
-        verifier, greeting = _load(reference), [READY]
+        scorer, greeting = Scorer(reference), [READY]
     except ConfigError as error:
-        verifier, greeting = None, [BROKEN, _printable(str(error).removeprefix(f"{reference}: "))]
+        scorer, greeting = None, [BROKEN, _printable(str(error).removeprefix(f"{reference}: "))]
     _end_if_forked(worker)
     spare = process_tree.children()
     _send(connection, greeting)
-    if verifier is None:
+    if scorer is None:
         return
     while request := _receive(connection):
         _send(connection, [STARTED])
-        answer = _judge(verifier, *request)
+        answer = _judge(scorer, *request)
         _end_if_forked(worker)
         process_tree.kill_children(spare)
         _send(connection, answer)
-
-
-def _load(reference: str) -> Callable[..., Any]:
-    verifier = imports.load(reference)
-    if not callable(verifier):
-        raise ConfigError(f"a verifier is a function (task, text) -> score, not a {type(verifier).__name__}")
-    return verifier  # type: ignore[no-any-return]
 
 
 def _end_if_forked(worker: int) -> None:
@@ -99,30 +90,16 @@ def _end_if_forked(worker: int) -> None:
         os._exit(0)
 
 
-def _judge(verifier: Callable[..., Any], task: dict[str, Any], text: bytes) -> list[Any]:
+def _judge(scorer: Scorer, source: str, task: dict[str, Any], text: bytes) -> list[Any]:
     started = time.monotonic()
     try:
-        value = verifier(task, text.decode("utf-8", "surrogatepass"))
-        elapsed_s = time.monotonic() - started
-        score = _to_score(value)
+        score, components = scorer.score(source, task, text.decode("utf-8", "surrogatepass"))
+    except NotAScore as error:
+        sentence = _printable(f"returned {error}, and a score is one finite number, or a dict of named ones")
+        return [NOT_A_SCORE, 0.0, sentence, time.monotonic() - started, {}]
     except BaseException as error:  # a user's code: sys.exit is no more an answer than any other exception
-        return [RAISED, 0.0, _printable(_describe(error)), time.monotonic() - started]
-    if score is None:
-        what = float.__repr__(value) if isinstance(value, float) else f"a value of type {type(value).__name__}"
-        return [NOT_A_SCORE, 0.0, f"returned {what}, and a score is one finite number", elapsed_s]
-    return [SCORED, score, "", elapsed_s]
-
-
-def _to_score(value: Any) -> float | None:
-    import numpy as np
-
-    if not isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
-        return None
-    try:
-        score = float(value)
-    except OverflowError:
-        return None
-    return score if math.isfinite(score) else None
+        return [RAISED, 0.0, _printable(_describe(error)), time.monotonic() - started, {}]
+    return [SCORED, score, "", time.monotonic() - started, components]
 
 
 def _describe(error: BaseException) -> str:

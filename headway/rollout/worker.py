@@ -11,20 +11,25 @@ Invariants that live here:
 """
 
 import asyncio
+import inspect
+import sysconfig
 import time
+import traceback
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from headway.config import RolloutSection
 from headway.engine.protocol import Engine
 from headway.errors import ConfigError, DeadlineExceeded, InvariantBroken, RequestRefused, WorkerDied
 from headway.model.tokenizer import decode, load_tokenizer
 from headway.rollout.response_check import Known, nonsense, rest_of
 from headway.rollout.reward_pool import RewardPool
 from headway.rollout.router import Continued, Placement, Post, RolloutStats, Router
-from headway.rollout.workflows import VerifierBroken, Workflow
+from headway.rollout.workflows import LimitReached, VerifierBroken, Workflow
 from headway.runtime.channel import RemoteError
 from headway.tasks import imports
 from headway.types import (
@@ -34,27 +39,33 @@ from headway.types import (
     Failure,
     Group,
     Ints,
+    Prompt,
     Request,
     RequestKey,
     StopReason,
     Trajectory,
+    Verdict,
 )
 
 _NUM_POOLS_TRIED = 3
 """Reward pools that may die over one text before it has no verdict: a text can be what kills them."""
 
 _ABORT_S = 5.0
+_PACKAGE, _STANDARD_LIBRARY = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
 
 
 class RolloutWorker:
-    def __init__(self, tokenizer_path: str, workflow: str, seed: int, vocab_size: int, deadline_s: float):
+    def __init__(
+        self, model_path: str, section: RolloutSection, seed: int, vocab_size: int, context: int, deadline_s: float
+    ):
         """`connect` has to come before the first group; `deadline_s` is the longest wait for an engine or a pool."""
         self._router = Router(deadline_s)
         self._rewards: RewardPool | None = None
         self._rewards_life = -1
         self._reconnected = asyncio.Event()
-        self._tokenizer = load_tokenizer(tokenizer_path)
-        self._workflow: Workflow = _make_workflow(workflow)
+        self._section, self.context = section, context
+        self.tokenizer = load_tokenizer(model_path)
+        self._workflow: Workflow = _make_workflow(section)
         self._seed, self._vocab_size, self._deadline_s = seed, vocab_size, deadline_s
         self._newest = 0
         self._continued: list[Continued] = []
@@ -103,19 +114,28 @@ class RolloutWorker:
             size=admission.size,
             trajectories=tuple(item for item in made if isinstance(item, Trajectory)),
             failures=tuple(item for item in made if isinstance(item, Failure)),
+            source=admission.prompt.source,
         )
 
     async def _trajectory(self, admission: Admission, index: int, placement: Placement) -> Trajectory | Failure:
         episode = RunningEpisode(self, admission, index, placement)
         # User code: whatever a workflow raises costs its trajectory. A dead, silent or broken worker is not its fault.
+        limit_s = self._section.episode_deadline_s
         try:
-            return await self._workflow.run(episode)
+            async with asyncio.timeout(limit_s or None) as limit:
+                made = await self._workflow.run(episode)
+            return episode.checked(made)
         except (WorkerDied, DeadlineExceeded, InvariantBroken, RemoteError):
             raise
         except VerifierBroken as error:
             return Failure(index, f"verifier: {error}", episode.num_sampled)
+        except LimitReached as error:
+            return Failure(index, f"limit: {error}", episode.num_sampled)
         except Exception as error:
-            return Failure(index, f"workflow: {type(error).__name__}: {error}", episode.num_sampled)
+            if isinstance(error, TimeoutError) and limit.expired():
+                reason = f"limit: the episode ran longer than rollout.episode_deadline_s = {limit_s:g}"
+                return Failure(index, reason, episode.num_sampled)
+            return Failure(index, f"workflow: {_describe(error)}", episode.num_sampled)
 
     async def complete(self, placement: Placement, request: Request) -> Completion:
         """The whole completion, from as many engines as it takes."""
@@ -176,19 +196,19 @@ class RolloutWorker:
 
     # Verdicts
 
-    async def verify(self, task: dict[str, Any], text: str) -> float:
+    async def verify(self, prompt: Prompt, text: str) -> Verdict:
         """A pool that dies, or a connection to it that breaks, costs this text another try."""
         for _ in range(_NUM_POOLS_TRIED):
             pool, life = self._rewards, self._rewards_life
             assert pool is not None
             try:
-                verdict = await pool.verify(task, text)
+                verdict = await pool.verify(prompt.task, text, prompt.source)
             except WorkerDied:
                 await self._next_pool(pool, life)
                 continue
             if verdict.error:
                 raise VerifierBroken(verdict.error)
-            return verdict.score
+            return verdict
         raise VerifierBroken(f"{_NUM_POOLS_TRIED} reward pools ended while they judged one text")
 
     async def _next_pool(self, pool: RewardPool, dead_life: int) -> None:
@@ -237,23 +257,43 @@ class Asking:
 
 
 class RunningEpisode:
-    """What a workflow holds while it runs; counts its calls and what they sampled."""
+    """What a workflow holds while it runs; counts its calls and what they sampled, and holds them to the limits."""
 
     def __init__(self, worker: RolloutWorker, admission: Admission, index: int, placement: Placement):
         self._worker, self._admission, self._placement = worker, admission, placement
         self.prompt = admission.prompt
         self.index = index
         self.temperature = admission.sampling.temperature
+        self.stop_tokens = admission.sampling.stop_tokens
+        self.tokenizer, self.context = worker.tokenizer, worker.context
+        self.components: dict[str, float] = {}
         self.num_sampled = 0
         self._num_calls = 0
         self._urgent = admission.stream != "train"  # an evaluation holds few places, and is over the sooner
 
-    async def generate(self, tokens: Ints, max_tokens: int | None = None) -> Completion:
+    def room(self, num_tokens: int) -> int:
+        """How many tokens may be sampled after so many; `LimitReached` where that is none."""
+        section, sampling = self._worker._section, self._admission.sampling
+        if section.max_turns and self._num_calls >= section.max_turns:
+            raise LimitReached(f"rollout.max_turns = {section.max_turns} completions")
+        if num_tokens > self.context:  # one that it just fills is the engine's to answer: no token, stop reason context
+            raise LimitReached(f"{num_tokens} tokens are more than the context of {self.context}")
+        left = section.max_episode_tokens - self.num_sampled
+        if section.max_episode_tokens and left < 1:
+            raise LimitReached(f"rollout.max_episode_tokens = {section.max_episode_tokens} are sampled")
+        return min(sampling.max_tokens, left) if section.max_episode_tokens else sampling.max_tokens
+
+    async def generate(
+        self, tokens: Ints, max_tokens: int | None = None, stop_strings: tuple[str, ...] = ()
+    ) -> Completion:
+        room = self.room(len(tokens))
         key = RequestKey(self._admission.group, self.index, self._num_calls, self._admission.stream)
         self._num_calls += 1
         sampling = self._admission.sampling
-        if max_tokens is not None:
-            sampling = replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
+        limit = room if max_tokens is None else min(room, max_tokens)
+        if limit != sampling.max_tokens or stop_strings:
+            stops = (*sampling.stop_strings, *stop_strings)
+            sampling = replace(sampling, max_tokens=limit, stop_strings=stops)
         request = Request(key, tokens, sampling, self._worker._seed, self._urgent)
         completion = await self._worker.complete(self._placement, request)
         self.num_sampled += len(completion.tokens)
@@ -262,26 +302,52 @@ class RunningEpisode:
         return completion
 
     async def verify(self, text: str) -> float:
-        return await self._worker.verify(self.prompt.task, text)
+        verdict = await self._worker.verify(self.prompt, text)
+        self.components = verdict.components
+        return verdict.score
 
     def text(self, tokens: Ints) -> str:
-        return decode(self._worker._tokenizer, tokens)
+        return decode(self.tokenizer, tokens)
 
     def tokens(self, text: str) -> Ints:
-        return np.asarray(self._worker._tokenizer.encode(text, add_special_tokens=False), np.int32)
+        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    def checked(self, made: Any) -> Trajectory:
+        """What the workflow returned, with the components of the last verdict where it names none of its own."""
+        if not isinstance(made, Trajectory):
+            what = "None (is a `return` missing?)" if made is None else f"a {type(made).__name__}"
+            raise TypeError(f"run(episode) returned {what}, not a Trajectory")
+        return made if made.components else replace(made, components=self.components)
 
 
-def check_workflow(reference: str) -> None:
+def _describe(error: Exception) -> str:
+    """What was raised, and the last line of the user's own code on the way there."""
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_PACKAGE) and not frame.filename.startswith(_STANDARD_LIBRARY)
+    ]
+    where = f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+    return f"{type(error).__name__}{where}: {error}"
+
+
+def check_workflow(section: RolloutSection) -> None:
     """Refuse, before anything starts, what can never be a workflow; it is made in the rollout worker only."""
+    reference = section.workflow
     made = imports.load(reference)
     if not callable(made) or (isinstance(made, type) and not asyncio.iscoroutinefunction(getattr(made, "run", None))):
         raise ConfigError(f"rollout.workflow {reference} has no coroutine `run(episode)`")
-
-
-def _make_workflow(reference: str) -> Workflow:
-    # User code: what its constructor raises is told as one sentence that names it.
     try:
-        made = imports.load(reference)()
+        inspect.signature(made).bind(**section.settings)
+    except TypeError as error:
+        raise ConfigError(f"rollout.settings do not fit {reference}: {error}") from None
+
+
+def _make_workflow(section: RolloutSection) -> Workflow:
+    # User code: what its constructor raises is told as one sentence that names it.
+    reference = section.workflow
+    try:
+        made = imports.load(reference)(**section.settings)
     except Exception as error:
         raise ConfigError(f"rollout.workflow {reference} cannot be made: {type(error).__name__}: {error}") from error
     if not asyncio.iscoroutinefunction(getattr(made, "run", None)):

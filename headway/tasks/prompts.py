@@ -16,7 +16,7 @@ from headway.config import TaskSection
 from headway.errors import ConfigError
 from headway.model.tokenizer import encode_prompt
 from headway.tasks import imports
-from headway.tasks.verifiers import needs_of
+from headway.tasks.scoring import needs_of_task
 from headway.types import Ints, Prompt
 
 if TYPE_CHECKING:
@@ -80,11 +80,12 @@ def load_prompts(
 ) -> list[Prompt]:
     """Every row of the split as a prompt of at most `max_prompt_tokens`, with all its verifier needs."""
     reference = task.train if split == "train" else task.eval
-    needed = (task.prompt_field, *needs_of(imports.load(task.verifier)))
+    needed = {task.prompt_field: "task.prompt_field names"}
+    needed |= {field: f"the verifier {verifier} needs" for field, verifier in needs_of_task(task).items()}
     prompts = []
     for index, row in enumerate(load_rows(reference)):
         where = f"{reference}, row {index}"
-        _check_fields(row, needed, task, where)
+        _check_fields(row, needed, where)
         tokens = _encode(row[task.prompt_field], task, tokenizer, where)
         if not 0 < len(tokens) <= max_prompt_tokens:
             raise ConfigError(
@@ -95,12 +96,10 @@ def load_prompts(
     return prompts
 
 
-def _check_fields(row: Row, needed: tuple[str, ...], task: TaskSection, where: str) -> None:
-    for field in needed:
-        if field in row:
-            continue
-        reason = "task.prompt_field names" if field == task.prompt_field else f"the verifier {task.verifier} needs"
-        raise ConfigError(f"{where} has no field {field!r}, which {reason}; it has {sorted(row)}")
+def _check_fields(row: Row, needed: dict[str, str], where: str) -> None:
+    for field, reason in needed.items():
+        if field not in row:
+            raise ConfigError(f"{where} has no field {field!r}, which {reason}; it has {sorted(row)}")
 
 
 def _encode(prompt: Any, task: TaskSection, tokenizer: "PreTrainedTokenizerBase", where: str) -> Ints:

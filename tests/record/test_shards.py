@@ -57,7 +57,8 @@ def make_group(id: int, size: int = 4, num_tokens: int = 24, num_failed: int = 0
             versions=versions,
         )
         rewards = (Reward(0, len(versions) - 1, float(index % 2)),)
-        trajectories.append(Trajectory(index, (sequence,), rewards, 0.7, (StopReason.STOP,)))
+        parts = {"right": float(index % 2), "short": 0.1 * index}
+        trajectories.append(Trajectory(index, (sequence,), rewards, 0.7, (StopReason.STOP,), parts))
     failures = tuple(Failure(size - 1 - index, "verifier: broke", 5) for index in range(num_failed))
     return Group(id, id, 4, size, tuple(trajectories), failures)
 

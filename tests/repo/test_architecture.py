@@ -23,7 +23,7 @@ PACKAGE = ROOT / "headway"
 ROOMS: list[tuple[str, int]] = [
     # The modules and rooms of one level, and the most lines of Python they may have together. A module imports only
     # from levels above its own in this list, and from its own room.
-    ("errors codec files types config", 1400),
+    ("errors codec files types knobs config", 1500),
     ("runtime", 1800),
     ("record", 1200),
     ("model", 1100),
@@ -39,7 +39,7 @@ ROOMS: list[tuple[str, int]] = [
     ("cli", 300),
 ]
 
-MONITOR_READS = {"record", "errors", "codec", "files", "types", "config"}
+MONITOR_READS = {"record", "errors", "codec", "files", "types", "knobs", "config"}
 """All that `monitor` may import: what is displayed comes from the record."""
 
 ENGINES = ("engine.protocol", "engine.embedded.service", "engine.vllm.engine", "engine.fake")
@@ -51,9 +51,10 @@ WORKERS = (
 BOSSES = ("control", "launch", "plan", "cli")
 
 NEVER_TORCH = """
-    errors codec files types config runtime runtime.process_tree record.events record.shards record.ledger
+    errors codec files types knobs config runtime runtime.process_tree record.events record.shards record.ledger
     record.history monitor.metrics monitor.plot monitor.view monitor.report monitor.scaling tasks.imports tasks.prompts
-    tasks.verifiers rollout.workflows rollout.reward_pool rollout.reward_process rollout.worker rollout.router
+    tasks.verifiers tasks.scoring rollout.workflows rollout.reward_pool rollout.reward_process rollout.router
+    rollout.worker
     rollout.response_check rollout.evaluate control.staleness control.buffer control.resize control.health
     training.packing training.algorithms.advantages weights.probe weights.stream weights.files engine.protocol
     model.tokenizer model.memory model.shape cli
@@ -63,7 +64,7 @@ NEVER_TORCH = """
 TOO_LONG: dict[str, str] = {}
 """Exceptions to the ceilings: "path" or "path:function" to the reason. None so far."""
 
-FILE_LINES, FUNCTION_LINES, NUM_KNOBS = 500, 80, 100
+FILE_LINES, FUNCTION_LINES, NUM_KNOBS = 500, 80, 130
 
 INVARIANTS = {
     1: "Single admission authority",
@@ -210,7 +211,7 @@ def test_ray_and_vllm_are_imported_only_where_that_back_end_lives() -> None:
 
 def test_user_code_is_loaded_by_rollout_workers_reward_workers_and_the_reader_of_rows_only() -> None:
     loaders = {module for module, path in MODULES.items() if "tasks.imports" in imported_modules(path)}
-    assert loaders == {"rollout.worker", "rollout.reward_process", "tasks.prompts"}
+    assert loaders == {"rollout.worker", "tasks.scoring", "tasks.prompts"}
     for module in ("engine.embedded.service", "training.trainer"):
         assert not {name for name in reached(module) if room(name) in ("tasks", "rollout")}
 

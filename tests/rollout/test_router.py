@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from stage import StandInRewards
 
+from headway.config import RolloutSection
 from headway.engine.fake import FakeEngine
 from headway.engine.protocol import Engine
 from headway.errors import DeadlineExceeded, WorkerDied
@@ -160,7 +161,7 @@ class Halting(FakeEngine):
 
 
 async def make_worker(model: str, deadline_s: float = 5.0) -> RolloutWorker:
-    return RolloutWorker(model, "headway.rollout.workflows.single_turn:SingleTurn", 0, 60, deadline_s)
+    return RolloutWorker(model, RolloutSection(), 0, 60, 64, deadline_s)
 
 
 async def connect(worker: RolloutWorker, leaving: tuple[str, ...] = (), **engines: FakeEngine) -> None:
@@ -278,7 +279,7 @@ def test_a_limit_holds_requests_back_and_lets_them_in_as_others_end(tiny_model: 
 
 
 class DyingPool(StandInRewards):
-    async def verify(self, task: dict[str, Any], text: str) -> Any:
+    async def verify(self, task: dict[str, Any], text: str, source: str = "") -> Any:
         raise WorkerDied("worker reward ended (signal 9)")
 
     async def stats(self) -> dict[str, int]:
@@ -290,11 +291,11 @@ class CutPool(StandInRewards):
 
     num_cuts = 2
 
-    async def verify(self, task: dict[str, Any], text: str) -> Any:
+    async def verify(self, task: dict[str, Any], text: str, source: str = "") -> Any:
         if self.num_cuts:
             self.num_cuts -= 1
             raise WorkerDied("worker reward ended while it was still needed")
-        return await super().verify(task, text)
+        return await super().verify(task, text, source)
 
 
 def test_a_pool_to_which_the_connection_broke_is_asked_again(tiny_model: str) -> None:

@@ -114,7 +114,7 @@ class StandInRewards:
     failing: Callable[[int, int], bool] = lambda answer, draw: False
     num_verdicts: int = 0
 
-    async def verify(self, task: dict[str, Any], text: str) -> Verdict:
+    async def verify(self, task: dict[str, Any], text: str, source: str = "") -> Verdict:
         draw = xxhash.xxh3_64_intdigest(f"{self.seed} {task['prompt']} {text}".encode())
         # Long-tailed: one in eight takes as long as all the others together.
         for _ in range(draw % self.longest_delay * (8 if draw // 1000 % 8 == 0 else 1)):

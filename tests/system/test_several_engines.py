@@ -24,7 +24,7 @@ from system import (
 )
 
 from headway import codec
-from headway.config import Config, EngineSection, WeightsSection, load
+from headway.config import Config, EngineSection, RolloutSection, WeightsSection, load
 from headway.control import workers
 from headway.engine.embedded.service import EmbeddedEngine
 from headway.engine.fake import FakeEngine
@@ -151,7 +151,7 @@ class Recorded(FakeEngine):
 
 async def make_worker(model: str, engines: list[Recorded]) -> RolloutWorker:
     named: dict[str, Engine] = {f"engine-{number}": engine for number, engine in enumerate(engines)}
-    worker = RolloutWorker(model, "headway.rollout.workflows.single_turn:SingleTurn", 0, 100, 60.0)
+    worker = RolloutWorker(model, RolloutSection(), 0, 100, 512, 60.0)
     await worker.connect(named, dict.fromkeys([*named, "reward"], 0), (), cast(RewardPool, StandInRewards()))
     return worker
 

@@ -5,14 +5,21 @@ text and back. Everything it samples goes through `Episode.generate`, which keep
 `single_turn` is the shortest workflow.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from headway.errors import HeadwayError
 from headway.types import Completion, Ints, Prompt, Trajectory
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class VerifierBroken(HeadwayError):
     """The verifier itself failed; this is never a reward."""
+
+
+class LimitReached(HeadwayError):
+    """The episode may sample nothing more: its turns, its tokens or the model's context are used up."""
 
 
 class Episode(Protocol):
@@ -21,9 +28,19 @@ class Episode(Protocol):
     prompt: Prompt
     index: int
     temperature: float
+    stop_tokens: tuple[int, ...]
+    tokenizer: "PreTrainedTokenizerBase"
+    components: dict[str, float]  # of the last verdict
 
-    async def generate(self, tokens: Ints, max_tokens: int | None = None) -> Completion:
-        """Continue the given tokens with the policy, by `sampling.max_tokens` at most, or by fewer."""
+    async def generate(
+        self, tokens: Ints, max_tokens: int | None = None, stop_strings: tuple[str, ...] = ()
+    ) -> Completion:
+        """Continue the given tokens with the policy, by `sampling.max_tokens` at most, or by fewer; `LimitReached`
+        where the episode's limits or the context leave room for none."""
+        ...
+
+    def room(self, num_tokens: int) -> int:
+        """How many tokens `generate` would sample at most after `num_tokens`; raises `LimitReached` for none."""
         ...
 
     async def verify(self, text: str) -> float:
