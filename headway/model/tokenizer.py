@@ -88,10 +88,10 @@ def _encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> In
     return np.asarray(tokenizer.encode(str(text), add_special_tokens=False), np.int32)
 
 
-def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int] | Ints) -> str:
-    """The text of the tokens, special tokens left out, spaces as they were written."""
+def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int] | Ints, special: bool = False) -> str:
+    """The text of the tokens, spaces as they were written; special tokens are left out unless `special`."""
     token_list = [int(token) for token in tokens]
-    return str(tokenizer.decode(token_list, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    return str(tokenizer.decode(token_list, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
 
 def _first_line(error: Exception) -> str:

@@ -57,7 +57,7 @@ NEVER_TORCH = """
     rollout.worker
     rollout.response_check rollout.evaluate control.staleness control.buffer control.resize control.health
     training.packing training.algorithms.advantages weights.probe weights.stream weights.files engine.protocol
-    model.tokenizer model.memory model.shape cli
+    engine.completion model.tokenizer model.memory model.shape cli
 """
 """Modules that can be imported where torch is not: what runs in the controller, the reward pool and the viewer."""
 

@@ -50,7 +50,9 @@ def make_core(
 ) -> EngineCore:
     section = EngineSection(**{"max_num_seqs": 8, "kv_tokens": 65536, "prefill_chunk": 64, **settings})
     model = copy.deepcopy(_loaded(path, dtype)).to(torch.device(DEVICE))
-    return EngineCore(model, section, context, deterministic, lambda tokens: decode(_tokenizer(path), tokens))
+    return EngineCore(
+        model, section, context, deterministic, lambda tokens: decode(_tokenizer(path), tokens, special=True)
+    )
 
 
 def prompt(length: int, seed: int = 0) -> Ints:

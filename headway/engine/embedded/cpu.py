@@ -23,7 +23,7 @@ from headway.engine.embedded.decoder import (
 )
 from headway.engine.embedded.live_weights import LiveWeights
 from headway.engine.embedded.sampler import sample, uniforms
-from headway.engine.embedded.sequence import Live
+from headway.engine.embedded.sequence import RunningSequence
 from headway.engine.embedded.slab_kv import DecodeAttention, KvMemory, PrefillAttention, Row, decode_order
 from headway.model.loading import model_shape
 from headway.types import Floats, Ints, WeightUpdate
@@ -46,7 +46,7 @@ class CpuExecutor:
         self._decoder = Decoder(model, self.operations, section.max_num_seqs)
         self._weights = LiveWeights(model, [*self._decoder.matrices, self._decoder.head])
 
-    def prefill(self, chunks: Sequence[tuple[Live, int]]) -> None:
+    def prefill(self, chunks: Sequence[tuple[RunningSequence, int]]) -> None:
         # Alone, a chunk's arithmetic depends on nothing but itself; packed, it is faster.
         for batch in [[chunk] for chunk in chunks] if self._deterministic else [chunks]:
             rows = [live.row for live, _ in batch]
@@ -64,7 +64,7 @@ class CpuExecutor:
     def num_steps(self, num_rows: int) -> int:
         return 1
 
-    def decode(self, ready: Sequence[Live], num_steps: int) -> list[tuple[Ints, Floats]]:
+    def decode(self, ready: Sequence[RunningSequence], num_steps: int) -> list[tuple[Ints, Floats]]:
         order = decode_order([live.row for live in ready])
         ordered = [ready[i] for i in order]
         positions = [live.num_cached for live in ordered]

@@ -24,7 +24,7 @@ from headway.engine.embedded.live_weights import LiveWeights
 from headway.engine.embedded.paged_attention import decode_attention, prefill_attention
 from headway.engine.embedded.paged_kv import PAGE, PagedMemory, Pages
 from headway.engine.embedded.sampler import sample, uniforms
-from headway.engine.embedded.sequence import Live
+from headway.engine.embedded.sequence import RunningSequence
 from headway.errors import ConfigError
 from headway.model.loading import model_shape
 from headway.types import Floats, Ints, WeightUpdate
@@ -180,7 +180,7 @@ class CudaExecutor:
 
     # Prefill
 
-    def prefill(self, chunks: Sequence[tuple[Live, int]]) -> None:
+    def prefill(self, chunks: Sequence[tuple[RunningSequence, int]]) -> None:
         rows = [live.row for live, _ in chunks]
         starts, lengths = [live.num_cached for live, _ in chunks], [length for _, length in chunks]
         tokens = [live.tokens[live.num_cached : live.num_cached + length] for live, length in chunks]
@@ -198,7 +198,7 @@ class CudaExecutor:
         """A look costs the host time for every row, its rarity a finished row idle steps: many rows, few looks."""
         return min(_MAX_STEPS, max(32, num_rows // 16))
 
-    def decode(self, ready: Sequence[Live], num_steps: int) -> list[tuple[Ints, Floats]]:
+    def decode(self, ready: Sequence[RunningSequence], num_steps: int) -> list[tuple[Ints, Floats]]:
         with torch.cuda.stream(self._stream):
             self.memory.flush()
             order, self.device_s = self._batch.load(ready, bucket_of(len(ready))), 0.0
@@ -245,7 +245,7 @@ class CudaExecutor:
         hidden_BC = self._decoder.hidden_states(batch.tokens_B, batch.positions_B, attention)
         return self._decoder.head.logits(hidden_BC)
 
-    def _truncated_step(self, ordered: list[Live]) -> list[tuple[Ints, Floats]]:
+    def _truncated_step(self, ordered: list[RunningSequence]) -> list[tuple[Ints, Floats]]:
         """One token each by the CPU's sampler, where top-k or top-p ask for an order of the whole vocabulary."""
         self._batch.begin_step()
         logits_BV = self._logits()[: len(ordered)].cpu()

@@ -13,7 +13,7 @@ from torch import Tensor
 from headway.engine.embedded import kernels
 from headway.engine.embedded.decode_plan import SharedPrefix
 from headway.engine.embedded.paged_kv import PAGE
-from headway.engine.embedded.sequence import Live
+from headway.engine.embedded.sequence import RunningSequence
 from headway.types import Floats, Ints
 
 NUM_STOP_TOKENS = 8
@@ -110,7 +110,7 @@ class DecodeBatch:
 
     # The host's part
 
-    def load(self, ready: Sequence[Live], num_rows: int) -> list[int]:
+    def load(self, ready: Sequence[RunningSequence], num_rows: int) -> list[int]:
         """Tell the device the next batch, padded to `num_rows`; the order in which it holds `ready`."""
         order, groups = _by_prompt(ready)
         self.num_rows, self._num_groups = num_rows, len(groups)
@@ -177,7 +177,7 @@ class DecodeBatch:
         self._step.zero_()
 
 
-def _write_rows(host: dict[str, NDArray[np.generic]], lives: Sequence[Live], num_rows: int) -> None:
+def _write_rows(host: dict[str, NDArray[np.generic]], lives: Sequence[RunningSequence], num_rows: int) -> None:
     """Field by field for all rows, since this happens between any two looks; padding is not alive."""
     n = len(lives)
     temperatures = np.array([live.request.sampling.temperature for live in lives], np.float32)
@@ -199,7 +199,7 @@ def _write_rows(host: dict[str, NDArray[np.generic]], lives: Sequence[Live], num
         table[row, : pages.num_pages] = pages.held
 
 
-def _by_prompt(ready: Sequence[Live]) -> tuple[list[int], list[tuple[int, int, int]]]:
+def _by_prompt(ready: Sequence[RunningSequence]) -> tuple[list[int], list[tuple[int, int, int]]]:
     """Rows with the same prompt pages side by side, and of each such group (first row, count, shared tokens)."""
     holders: dict[int, list[int]] = {}
     for index, live in enumerate(ready):

@@ -14,18 +14,18 @@ Invariants that live here:
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from headway.config import EngineSection
+from headway.engine.completion import DecodeText, check_request, check_tokens
 from headway.engine.embedded.cpu import CpuExecutor
-from headway.engine.embedded.sequence import Executor, Live, Row
+from headway.engine.embedded.sequence import Executor, Row, RunningSequence
 from headway.engine.embedded.step_interval import Pace
 from headway.engine.protocol import KvPolicy
-from headway.errors import InvariantBroken, RequestRefused
+from headway.errors import InvariantBroken
 from headway.types import (
     Chunk,
     Completion,
@@ -65,7 +65,7 @@ class EngineCore:
         section: EngineSection,
         max_context: int,
         deterministic: bool,
-        decode_text: Callable[[list[int]], str],
+        decode_text: DecodeText,
         kv_share: float = 0.8,
     ):
         self.model = model.eval().requires_grad_(False)
@@ -77,12 +77,12 @@ class EngineCore:
         self._decode_text = decode_text
         self._executor = make_executor(self.model, section, max_context, deterministic, kv_share)
         self._memory = self._executor.memory
-        self._waiting: deque[Live] = deque()
+        self._waiting: deque[RunningSequence] = deque()
         self._waiting_prefixes: Counter[bytes] = Counter()
-        self._running: list[Live] = []
-        self._families: defaultdict[bytes, list[Live]] = defaultdict(list)  # those running, by their prompt
-        self._donors: dict[bytes, Live] = {}
-        self._retained: dict[bytes, Live] = {}
+        self._running: list[RunningSequence] = []
+        self._families: defaultdict[bytes, list[RunningSequence]] = defaultdict(list)  # those running, by their prompt
+        self._donors: dict[bytes, RunningSequence] = {}
+        self._retained: dict[bytes, RunningSequence] = {}
         self._outbox: list[Output] = []
         self._num_generated = self._num_prefilled = self._num_recomputed = self._num_preempted = 0
         self._busy_s = 0.0
@@ -113,35 +113,18 @@ class EngineCore:
             kv_total=self._memory.num_tokens,
         )
 
-    def _check(self, what: str, tokens: Ints) -> None:
-        if len(tokens) > self.max_context:
-            raise RequestRefused(f"{what} has {len(tokens)} tokens, more than the context of {self.max_context}")
-        vocab_size = self.model.config.vocab_size
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-            raise RequestRefused(f"{what} holds a token outside the model's vocabulary of {vocab_size}")
-
     def submit(self, request: Request) -> None:
-        self._check(f"request {request.key}", request.tokens)
-        if request.sampled is not None:
-            self._check_sampled(request, request.sampled)
-        live = Live(request, self.max_context)
-        stop = self._stop_reason(live, live.num_prompt)
-        if stop is not None:
-            self._outbox.append((live.name, live.completion(stop)))
-        elif not live.fresh or (request.urgent and not self._draining):
+        check_request(request, self.max_context, self.model.config.vocab_size)
+        live = RunningSequence(request, self.max_context, self._decode_text)
+        if live.stop is not None:
+            self._outbox.append((live.name, live.completion()))
+            return
+        if not live.fresh or (request.urgent and not self._draining):
             self._waiting.appendleft(live)
         else:
             self._waiting.append(live)
-        if stop is None and live.fresh:
+        if live.fresh:
             self._waiting_prefixes[live.prefix] += 1
-
-    def _check_sampled(self, request: Request, sampled: Chunk) -> None:
-        """What another engine sampled must be something that this one could have."""
-        whole = np.concatenate([request.tokens, sampled.tokens])
-        self._check(f"request {request.key} with what was sampled of it", whole)
-        if len(sampled.tokens) > request.sampling.max_tokens:
-            brought = f"{len(sampled.tokens)} sampled tokens"
-            raise RequestRefused(f"request {request.key} brings {brought}, over its {request.sampling.max_tokens}")
 
     def abort(self, key: RequestKey) -> None:
         name = str(key)
@@ -206,7 +189,7 @@ class EngineCore:
         coming = len(self._running) * self._num_steps(len(self._running) + 1) * _LOOKS_AHEAD
         return not self._running or self._memory.num_used + num_tokens + coming <= self._memory.num_tokens
 
-    def _donor(self, live: Live) -> Live | None:
+    def _donor(self, live: RunningSequence) -> RunningSequence | None:
         """The sequence whose prompt can be forked: the same prompt, under the live version."""
         donor = self._donors.get(live.prefix)
         if donor is not None and donor.row is not None and donor.kv_version == self.version:
@@ -215,11 +198,11 @@ class EngineCore:
         return None
 
     @staticmethod
-    def _forked(live: Live) -> tuple[Row, int]:
+    def _forked(live: RunningSequence) -> tuple[Row, int]:
         """What of another row this one is going to share: its donor's, up to the prompt's last token."""
         return (live.donor.row, live.num_prompt - 1) if live.donor else (None, 0)
 
-    def _forget_waiting(self, live: Live) -> None:
+    def _forget_waiting(self, live: RunningSequence) -> None:
         if live.fresh:
             self._waiting_prefixes[live.prefix] -= 1
             if not self._waiting_prefixes[live.prefix]:
@@ -239,10 +222,10 @@ class EngineCore:
                 return True
         return False
 
-    def _is_awaited(self, donor: Live) -> bool:
+    def _is_awaited(self, donor: RunningSequence) -> bool:
         return any(live.donor is donor for live in self._families.get(donor.prefix, ()))
 
-    def _free(self, live: Live) -> None:
+    def _free(self, live: RunningSequence) -> None:
         if live.row is not None:
             self._memory.free(live.row)
         live.row, live.num_cached = None, 0
@@ -256,7 +239,7 @@ class EngineCore:
             if (heir := self._heir(live)) is not None:
                 self._donors[live.prefix] = heir
 
-    def _make_room(self, live: Live, num_steps: int) -> None:
+    def _make_room(self, live: RunningSequence, num_steps: int) -> None:
         """Room for the coming tokens; while memory is full the youngest is preempted, which may be `live` itself."""
         wanted = live.num_cached + min(num_steps, live.limit - live.num_tokens + 1)
         while live.row is not None and not self._memory.grow(live.row, wanted):
@@ -270,7 +253,7 @@ class EngineCore:
         self._num_recomputed += victim.num_cached
         self._wait_again(victim)
 
-    def _wait_again(self, live: Live) -> None:
+    def _wait_again(self, live: RunningSequence) -> None:
         self._free(live)
         live.donor = None
         self._waiting.appendleft(live)
@@ -282,7 +265,7 @@ class EngineCore:
     def _prefill(self) -> None:
         budget = self.section.prefill_chunk
         pending = [live for live in self._running if live.donor is None and not live.decodable]
-        chosen: list[tuple[Live, int]] = []
+        chosen: list[tuple[RunningSequence, int]] = []
         for live in pending:
             if budget <= 0:
                 break
@@ -296,7 +279,7 @@ class EngineCore:
             live.num_cached += length
             self._num_prefilled += length
 
-    def _chunk_length(self, live: Live, budget: int) -> int:
+    def _chunk_length(self, live: RunningSequence, budget: int) -> int:
         """Fixed chunks of the prompt alone in deterministic mode, so that whoever forks it gets the same numbers."""
         stop = live.num_tokens - 1
         if not self.deterministic:
@@ -346,52 +329,29 @@ class EngineCore:
         """Tokens between two looks."""
         return self._pace.num_steps(self._executor.num_steps(num_rows))
 
-    def _take_tokens(self, live: Live, tokens: Ints, logprobs: Floats) -> None:
-        num_before = live.num_tokens
-        live.extend(tokens, logprobs, self.version)
-        stop = self._stop_reason(live, num_before)
+    def _take_tokens(self, live: RunningSequence, tokens: Ints, logprobs: Floats) -> None:
+        num_new = live.extend(tokens, logprobs, self.version)
+        live.num_cached = live.num_tokens - 1
         if live.request.key.stream == "train":
-            self._num_generated += live.num_tokens - num_before
-        if stop is not None:
-            self._finish(live, stop)
+            self._num_generated += num_new
+        if live.stop is not None:
+            self._finish(live, live.stop)
         elif live.num_tokens - live.num_sent >= self.section.tokens_per_chunk:
-            self._outbox.append((live.name, live.chunk()))
+            self._outbox.append((live.name, live.take_chunk()))
 
-    def _stop_reason(self, live: Live, num_before: int) -> StopReason | None:
-        """Why the sequence ends with the tokens it was given, if it does; what lies beyond a stop is cut off."""
-        sampling = live.request.sampling
-        tokens = live.tokens[num_before : live.num_tokens].tolist() if live.stops or sampling.stop_strings else []
-        if sampling.stop_strings or not live.stops.isdisjoint(tokens):
-            for place, token in enumerate(tokens, start=num_before):
-                if token in live.stops or self._ends_with_stop_string(live, place + 1):
-                    live.num_tokens = place + 1
-                    return StopReason.STOP
-        if live.num_tokens - live.num_prompt >= sampling.max_tokens:
-            return StopReason.LENGTH
-        return StopReason.CONTEXT if live.num_tokens >= self.max_context else None
-
-    def _ends_with_stop_string(self, live: Live, num_tokens: int) -> bool:
-        if not live.request.sampling.stop_strings:
-            return False
-        # A stop string of n characters lies within the last n tokens plus a few that share its first character.
-        longest = max(len(text) for text in live.request.sampling.stop_strings)
-        first = max(live.num_prompt, num_tokens - longest - 4)
-        tail = self._decode_text(live.tokens[first:num_tokens].tolist())
-        return any(text in tail for text in live.request.sampling.stop_strings)
-
-    def _finish(self, live: Live, stop: StopReason) -> None:
+    def _finish(self, live: RunningSequence, stop: StopReason) -> None:
         """Release the sequence, leaving its prompt's keys and values behind while others wait to fork them."""
         if live.num_tokens > live.num_sent:
-            self._outbox.append((live.name, live.chunk()))
+            self._outbox.append((live.name, live.take_chunk()))
         self._outbox.append((live.name, live.completion(stop)))
         if stop != StopReason.ABORTED:
-            self._pace.ended(live.num_tokens - live.num_prompt)
+            self._pace.ended(live.num_sampled)
         if self._donors.get(live.prefix) is live and self._is_wanted(live) and self._heir(live) is None:
             self._retain(live)
         self._free(live)
 
-    def _retain(self, live: Live) -> None:
-        retained = Live(live.request, self.max_context)
+    def _retain(self, live: RunningSequence) -> None:
+        retained = RunningSequence(live.request, self.max_context)
         retained.row, live.row = live.row, None
         self._memory.shrink(retained.row, live.num_prompt - 1)
         retained.kv_version, retained.num_cached = live.kv_version, live.num_prompt - 1
@@ -400,11 +360,11 @@ class EngineCore:
             if other.donor is live:
                 other.donor = retained
 
-    def _is_wanted(self, live: Live) -> bool:
+    def _is_wanted(self, live: RunningSequence) -> bool:
         waited_for = self._waiting_prefixes.get(live.prefix) or self._is_awaited(live)
         return bool(waited_for) and live.kv_version == self.version and live.num_cached >= live.num_prompt - 1
 
-    def _heir(self, live: Live) -> "Live | None":
+    def _heir(self, live: RunningSequence) -> "RunningSequence | None":
         """Another running sequence that has the same prompt under the live version."""
         wanted = live.num_prompt - 1
         for other in self._families.get(live.prefix, ()):
@@ -469,7 +429,7 @@ class EngineCore:
 
     def _score_one(self, tokens: Ints, temperature: float) -> Floats:
         """Teacher forcing through the same memory and the same prefill that generation uses."""
-        self._check("a sequence to score", tokens)
+        check_tokens("a sequence to score", tokens, self.max_context, self.model.config.vocab_size)
         if len(tokens) < 2:
             return np.zeros(len(tokens), np.float32)
         row = self._memory.allocate(len(tokens))

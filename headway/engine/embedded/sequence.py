@@ -3,57 +3,26 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
+from headway.engine.completion import DecodeText, PartialCompletion
 from headway.engine.embedded.sampler import request_counter
-from headway.types import (
-    Chunk,
-    Completion,
-    Floats,
-    Ints,
-    Request,
-    StopReason,
-    WeightUpdate,
-)
+from headway.types import Floats, Ints, Request, WeightUpdate
 
 Row = Any
 """Where one sequence's keys and values lie, as its memory describes it; None while it has no place."""
 
 
-class Live:
-    """A request the engine has taken in, with everything sampled for it so far."""
+class RunningSequence(PartialCompletion):
+    """A request in the embedded engine: its completion so far, and its keys and values."""
 
-    def __init__(self, request: Request, max_context: int):
-        self.request = request
-        self.name = str(request.key)
-        self.num_prompt = len(request.tokens)
-        self.stops = frozenset(request.sampling.stop_tokens)
-        self.limit = min(self.num_prompt + request.sampling.max_tokens, max_context)
-        self.tokens = np.empty(max(self.limit, self.num_prompt), np.int32)
-        self.tokens[: self.num_prompt] = request.tokens
-        self.num_tokens = self.num_prompt
-        self.logprobs = np.empty(len(self.tokens), np.float32)
-        self.versions = np.empty(len(self.tokens), np.int32)
+    def __init__(self, request: Request, context: int, decode_text: DecodeText | None = None):
+        super().__init__(request, context, decode_text)
         self.counter = request_counter(request)
         self.prefix = request.tokens[:-1].tobytes()
         self.row: Row = None  # while it has a place in memory
         self.num_cached = 0
         self.kv_version = -1
-        self.donor: Live | None = None  # the sequence whose prompt this one is going to fork
+        self.donor: RunningSequence | None = None  # the sequence whose prompt this one is going to fork
         self.replays = False  # after a preemption in deterministic mode: decodes again what it had sampled
-        if request.sampled is not None:
-            self._take(request.sampled)
-        self.num_sent = self.num_tokens
-
-    def _take(self, sampled: Chunk) -> None:
-        """What another engine sampled; its keys and values are still to be computed, as after a preemption."""
-        part = slice(self.num_prompt, self.num_prompt + len(sampled.tokens))
-        self.tokens[part], self.logprobs[part], self.versions[part] = sampled.tokens, sampled.logprobs, sampled.versions
-        self.num_tokens = part.stop
-
-    @property
-    def fresh(self) -> bool:
-        return self.num_tokens == self.num_prompt
 
     @property
     def up_to_date(self) -> bool:
@@ -62,22 +31,6 @@ class Live:
     @property
     def decodable(self) -> bool:
         return self.up_to_date or (self.replays and self.num_cached >= self.num_prompt - 1)
-
-    def extend(self, tokens: Ints, logprobs: Floats, version: int) -> None:
-        """Tokens sampled one after the other, from the last token on; the last of them is not cached yet."""
-        part = slice(self.num_tokens, self.num_tokens + len(tokens))
-        self.tokens[part], self.logprobs[part], self.versions[part] = tokens, logprobs, version
-        self.num_tokens = part.stop
-        self.num_cached = self.num_tokens - 1
-
-    def chunk(self) -> Chunk:
-        part = slice(self.num_sent, self.num_tokens)
-        self.num_sent = self.num_tokens
-        return Chunk(self.tokens[part].copy(), self.logprobs[part].copy(), self.versions[part].copy())
-
-    def completion(self, stop: StopReason) -> Completion:
-        part = slice(self.num_prompt, self.num_tokens)
-        return Completion(self.tokens[part].copy(), self.logprobs[part].copy(), self.versions[part].copy(), stop)
 
 
 class Memory(Protocol):
@@ -120,11 +73,11 @@ class Executor(Protocol):
         """The most tokens to sample between two looks of the scheduler, for so many sequences together."""
         ...
 
-    def prefill(self, chunks: Sequence[tuple[Live, int]]) -> None:
+    def prefill(self, chunks: Sequence[tuple[RunningSequence, int]]) -> None:
         """Compute keys and values of each sequence's next so many tokens."""
         ...
 
-    def decode(self, ready: Sequence[Live], num_steps: int) -> list[tuple[Ints, Floats]]:
+    def decode(self, ready: Sequence[RunningSequence], num_steps: int) -> list[tuple[Ints, Floats]]:
         """Up to `num_steps` tokens and log-probs for each, as far as its stop tokens and its limit allow."""
         ...
 

@@ -48,7 +48,7 @@ class EmbeddedEngine:
         def decode_text(tokens: list[int]) -> str:
             if self._tokenizer is None:
                 self._tokenizer = load_tokenizer(model_path)
-            return decode(self._tokenizer, tokens)
+            return decode(self._tokenizer, tokens, special=True)
 
         device = find_device("engine.device", section.device, DTYPES[dtype])
         model = load_model(model_path, DTYPES[dtype]).to(device)  # type: ignore[arg-type]  # transformers' own wrapper

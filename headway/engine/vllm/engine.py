@@ -20,12 +20,13 @@ from contextlib import aclosing
 from typing import Any
 
 from headway.config import EngineSection
+from headway.engine.completion import check_request
 from headway.engine.protocol import KvPolicy
 from headway.engine.vllm import messages
 from headway.engine.vllm.client import LOOK_S
 from headway.engine.vllm.connection import Host
 from headway.engine.vllm.messages import ServerFailed
-from headway.engine.vllm.sequence import Live, Slots, check
+from headway.engine.vllm.sequence import ServedSequence, Slots
 from headway.errors import (
     DeadlineExceeded,
     HeadwayError,
@@ -66,7 +67,7 @@ class VllmEngine:
         self.version = 0
         self._salt = secrets.token_hex(8)
         self._slots = Slots(section.max_num_seqs)
-        self._lives: dict[str, Live] = {}
+        self._lives: dict[str, ServedSequence] = {}
         self._between = asyncio.Lock()  # whoever holds it finds no swap going on
         self._paused = False
         self._tokenizer: Any = None
@@ -94,9 +95,9 @@ class VllmEngine:
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk | Completion]:
         self._host.check_alive()
-        check(request, self._host.context, self._host.served.vocab_size)
+        check_request(request, self._host.context, self._host.served.vocab_size)
         messages.check_mode(request.sampling, self._host.facts.logprobs_mode, f"request {request.key}")
-        live = Live(request, self._host.context, self._decode_text)
+        live = ServedSequence(request, self._host.context, self._decode_text)
         if live.name in self._lives:
             raise RequestRefused(f"request {live.name} is already being generated; give each call a key of its own")
         self._lives[live.name] = live
@@ -115,9 +116,9 @@ class VllmEngine:
 
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._path)
-        return decode(self._tokenizer, tokens)
+        return decode(self._tokenizer, tokens, special=True)
 
-    async def _serve(self, live: Live) -> None:
+    async def _serve(self, live: ServedSequence) -> None:
         """Submissions until the completion is whole; whatever goes wrong is told to the caller."""
         try:
             if live.stop is None:
@@ -135,7 +136,7 @@ class VllmEngine:
         except Exception as error:
             live.fail(error)
 
-    async def _submit(self, live: Live) -> None:
+    async def _submit(self, live: ServedSequence) -> None:
         """One submission, to its end or until it is interrupted."""
         submission = live.submit(self.version, f"{self._salt}-{self.version}")
         self._count_busy(1)
@@ -157,7 +158,7 @@ class VllmEngine:
         self._busy_since = now
         self._num_busy += change
 
-    async def _read(self, live: Live, submission: messages.Submission) -> None:
+    async def _read(self, live: ServedSequence, submission: messages.Submission) -> None:
         facts, told = self._host.facts, False
         if facts.has_spans:
             body = messages.generate_body(submission, self._section.tokens_per_chunk)
@@ -175,7 +176,7 @@ class VllmEngine:
                     await self._abort_submission(live)
                     told = True
 
-    async def _abort_submission(self, live: Live) -> None:
+    async def _abort_submission(self, live: ServedSequence) -> None:
         """It need not go on, but only the server's last word says which weights sampled what."""
         assert live.submission is not None
         await self._host.client.post("/abort_requests", messages.abort_body(live.submission.name))
@@ -194,7 +195,7 @@ class VllmEngine:
             live.task.cancel()
 
     @property
-    def _under_way(self) -> list[Live]:
+    def _under_way(self) -> list[ServedSequence]:
         """Those of which the server has a submission."""
         return [live for live in self._lives.values() if live.reading is not None and not live.reading.done()]
 
@@ -260,7 +261,7 @@ class VllmEngine:
         # No fingerprints: vLLM repacks what it loads. A score of the probe is the proof.
         return SwapReport(version, {}, pause_ms, num_interrupted, num_recomputed)
 
-    async def _halt(self, under_way: list[Live]) -> None:
+    async def _halt(self, under_way: list[ServedSequence]) -> None:
         """Return once no step runs: with spans requests are kept, without them they are aborted, to go on later."""
         if self._host.facts.has_spans:
             for live in under_way:
@@ -276,7 +277,7 @@ class VllmEngine:
             await self._until_ended(under_way, LOOK_S)
 
     @staticmethod
-    def _begin_anew(under_way: list[Live]) -> int:
+    def _begin_anew(under_way: list[ServedSequence]) -> int:
         """Take back submissions that brought nothing yet, to be made again; how many tokens they had to be computed."""
         fresh = [live for live in under_way if not live.has_new and live.reading is not None]
         for live in fresh:
@@ -284,7 +285,7 @@ class VllmEngine:
             live.reading.cancel()
         return sum(live.num_tokens for live in fresh)
 
-    async def _until_ended(self, lives: list[Live], seconds: float) -> None:
+    async def _until_ended(self, lives: list[ServedSequence], seconds: float) -> None:
         reading = {live.reading for live in lives if live.reading is not None}
         if reading:
             _, pending = await asyncio.wait(reading, timeout=seconds)

@@ -93,6 +93,7 @@ def _sampling_params(submission: Submission) -> Message:
         "ignore_eos": True,
         "stop_token_ids": list(sampling.stop_tokens),
         "stop": list(sampling.stop_strings),
+        "skip_special_tokens": False,  # or a stop string that names one is never found
     }
 
 

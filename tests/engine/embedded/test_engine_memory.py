@@ -26,7 +26,7 @@ from driving import (
 from headway.engine.embedded import scheduler as core_module
 from headway.engine.embedded.paged_kv import PagedMemory
 from headway.engine.embedded.scheduler import EngineCore
-from headway.engine.embedded.sequence import Live
+from headway.engine.embedded.sequence import RunningSequence
 from headway.model.shape import ModelShape
 from headway.types import Completion, Floats, Ints, Request, StopReason
 
@@ -226,13 +226,13 @@ class ManyAtATime:
     def num_steps(self, num_rows: int) -> int:
         return 32
 
-    def prefill(self, chunks: list[tuple[Live, int]]) -> None:
+    def prefill(self, chunks: list[tuple[RunningSequence, int]]) -> None:
         pass
 
     def swap(self) -> dict[str, str]:
         return {}
 
-    def decode(self, ready: list[Live], num_steps: int) -> list[tuple[Ints, Floats]]:
+    def decode(self, ready: list[RunningSequence], num_steps: int) -> list[tuple[Ints, Floats]]:
         self.windows.append(num_steps)
         lengths = [min(num_steps, live.limit - live.num_tokens) for live in ready]
         return [(np.zeros(length, np.int32), np.zeros(length, np.float32)) for length in lengths]

@@ -332,6 +332,7 @@ def test_a_request_is_said_in_the_words_of_either_endpoint() -> None:
         "ignore_eos": True,
         "stop_token_ids": [1, 5],
         "stop": ["end"],
+        "skip_special_tokens": False,
     }
     assert messages.generate_body(submission, 16) == {
         "request_id": "train/3/0/0/1/salt",
