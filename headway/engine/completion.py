@@ -1,8 +1,8 @@
 """A completion while it is being sampled: one class for the engines and for the rollout worker that collects chunks.
 
 Invariants that live here:
-  3. Versions are the engine's: every token carries the version it was stamped with.
-  9. Stop reasons travel with the completion: stop tokens, stop strings, `max_tokens` and the context are told apart.
+  3. The engine stamps versions: every token carries the one its engine stamped it with.
+  9. Explicit stop reasons travel with the completion: stop tokens, stop strings, `max_tokens` and the context differ.
 """
 
 from collections.abc import Callable
