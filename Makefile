@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet install -c constraints.txt
 MODEL := models/smollm2-135m
 
-.PHONY: help quickstart smollm2 test test-slow chaos lint format clean
+.PHONY: help quickstart smollm2 test test-slow chaos lint format docs clean
 
 help:
 	@echo "make quickstart   train a small model by asynchronous RL, from nothing, on this machine"
@@ -15,6 +15,7 @@ help:
 	@echo "make chaos        200 seeded faults in real runs; CHAOS='--count 20' plays fewer"
 	@echo "make lint         ruff (lint and format) and mypy"
 	@echo "make format       let ruff put the format right"
+	@echo "make docs         the documentation site, in site/"
 	@echo "make clean        remove .venv, .venv-vllm and caches; runs/ and models/ stay"
 
 quickstart: .venv/installed
@@ -45,6 +46,10 @@ format: .venv/installed
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+docs: .venv/docs
+	$(BIN)/mkdocs build --strict
+	@echo "make docs: open site/index.html"
+
 # torch comes first and by its pin: asked for by way of another package, pip may choose a build with gigabytes of CUDA.
 # setuptools comes with it, so that building the package downloads nothing that is not pinned.
 .venv/installed: pyproject.toml constraints.txt
@@ -66,6 +71,11 @@ format: .venv/installed
 .venv/ray: .venv/installed
 	@echo "  Ray"
 	@$(PIP) --no-build-isolation -e '.[ray]'
+	@touch $@
+
+.venv/docs: .venv/installed
+	@echo "  mkdocs"
+	@$(PIP) --no-build-isolation -e '.[docs]'
 	@touch $@
 
 $(MODEL)/config.json: | .venv/installed
