@@ -323,7 +323,7 @@ def load_arm() -> tuple[Message, Any]:
         with tempfile.TemporaryDirectory(prefix="headway-bench-") as directory:
             return asyncio.run(measure(spec, Path(directory)))
 
-    return {"versions": versions("headway-rl", "msgpack", "numpy")}, handle
+    return {"versions": versions("headway-rl", "msgspec", "numpy")}, handle
 
 
 def run_all(options: argparse.Namespace, console: "Console") -> tuple[Message, list[Message]]:

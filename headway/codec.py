@@ -1,24 +1,23 @@
 """Values to bytes and back: the one encoding of the wire between processes and of the record on disk.
 
-MessagePack, in one pass. What it does not know becomes a list that begins with a mark, an extension type that says
-what the rest of the list becomes; an array and a member of an enumeration are extension types of their own. Decoding
-builds only registered classes and plain values: nothing is unpickled, so bytes from a stranger can be wrong but cannot
-run code.
+MessagePack, by msgspec. A noun is a struct: an array of its name and its fields, decoded by the types of its fields.
+Two hooks add what MessagePack lacks, as extension types: numpy arrays, and classes that define `to_plain` and
+`from_plain`. A tuple or a member of an enumeration comes back as one where a noun's field says so, otherwise as a list
+or a string; a numpy scalar comes back as a Python number. Decoding builds only registered classes and plain values:
+nothing is unpickled, so bytes from a stranger can be wrong but cannot run code.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
-from enum import StrEnum
-from operator import attrgetter
 from typing import Any, Protocol, Self, TypeVar, dataclass_transform
 
-import msgpack
+import msgspec
 import numpy as np
-from numpy.typing import NDArray
+from msgspec.msgpack import Decoder, Encoder, Ext
 
-_ARRAY, _NOUN, _TUPLE, _ENUM, _PORTABLE, _INT32_ROW, _FLOAT32_ROW = range(1, 8)
+_ARRAY, _PORTABLE, _INT32_ROW, _FLOAT32_ROW = range(1, 5)
 _ROWS = {_INT32_ROW: np.dtype("<i4"), _FLOAT32_ROW: np.dtype("<f4")}  # one-dimensional: what nouns are full of
 _ROW_CODES = {dtype: code for code, dtype in _ROWS.items()}
+_TAG = "\0"  # begins the name of a noun, so that a list of ordinary strings is not taken for one
 
 
 class Portable(Protocol):
@@ -30,114 +29,126 @@ class Portable(Protocol):
     def from_plain(cls, plain: Any) -> Self: ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Mark:
-    """The first item of a list that becomes something else."""
-
-    build: Callable[..., Any]
-
-
-_TUPLE_MARK = msgpack.ExtType(_TUPLE, b"")
-_MARKS: dict[tuple[int, bytes], _Mark] = {(_TUPLE, b""): _Mark(lambda *items: items)}
-_MEMBERS: dict[bytes, StrEnum] = {}
-_ENCODERS: dict[type, Callable[[Any], Any]] = {}
+_NOUNS: dict[str, Any] = {}
+_PORTABLES: dict[str, type[Portable]] = {}
 
 T = TypeVar("T")
-E = TypeVar("E", bound=type[StrEnum])
 P = TypeVar("P", bound=type[Portable])
 
 
 @dataclass_transform(frozen_default=True)
 def noun(cls: type[T]) -> type[T]:
-    """Make `cls` a frozen, slotted dataclass that can travel between processes and into the record."""
-    made: type[T] = dataclasses.dataclass(frozen=True, slots=True, eq=False)(cls)
-    fields, mark = _getter(made), _mark(_NOUN, made, made)
-    _ENCODERS[made] = lambda value: [mark, *fields(value)]
-    return made
+    """Make `cls` a frozen struct that can travel between processes and into the record.
+
+    The functions of `dataclasses`, such as `replace`, accept it as one.
+    """
+    made: Any = dataclasses.dataclass(eq=False)(cls)
+    fields = [(field.name, cls.__annotations__[field.name], _default(field)) for field in dataclasses.fields(made)]
+    left_out = {name for name, _, _ in fields} | _MADE_ANEW
+    namespace = {key: value for key, value in vars(made).items() if key not in left_out}
+    tag = _TAG + cls.__name__
+    _NOUNS[tag] = msgspec.defstruct(
+        cls.__name__,
+        fields,
+        namespace=namespace,
+        module=cls.__module__,
+        tag=tag,
+        array_like=True,
+        frozen=True,
+        eq=False,
+    )
+    return _NOUNS[tag]  # type: ignore[no-any-return]
 
 
-def word(cls: E) -> E:
-    """Register a string enumeration, so that a noun's field keeps its type across a boundary."""
-    names = {member: f"{cls.__name__}.{member.value}".encode() for member in cls}
-    _MEMBERS.update({name: member for member, name in names.items()})
-    _ENCODERS[cls] = {member: msgpack.ExtType(_ENUM, name) for member, name in names.items()}.__getitem__
-    return cls
+_MADE_ANEW = {"__init__", "__dict__", "__weakref__", "__annotations__", "__match_args__", "__module__"}
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return msgspec.field(default_factory=field.default_factory)
+    return msgspec.NODEFAULT if field.default is dataclasses.MISSING else field.default
 
 
 def portable(cls: P) -> P:
     """Register a class that has `to_plain` and `from_plain`."""
-    mark = _mark(_PORTABLE, cls, cls.from_plain)
-    _ENCODERS[cls] = lambda value: [mark, value.to_plain()]
+    _PORTABLES[cls.__name__] = cls
     return cls
 
 
-def _getter(cls: Any) -> Callable[[Any], Iterable[Any]]:
-    names = [field.name for field in dataclasses.fields(cls)]
-    if len(names) > 1:
-        return attrgetter(*names)
-    # attrgetter of one name returns the bare value
-    return lambda value: [getattr(value, name) for name in names]
-
-
-def _mark(code: int, cls: type, build: Callable[..., Any]) -> msgpack.ExtType:
-    name = cls.__name__.encode()
-    _MARKS[code, name] = _Mark(build)
-    return msgpack.ExtType(code, name)
-
-
 def encode(value: Any) -> bytes:
-    # A small buffer to start with, because most messages are short.
-    packed: bytes = msgpack.packb(
-        value, default=_to_known, strict_types=True, unicode_errors="surrogatepass", buf_size=4096
-    )
-    return packed
+    return _ENCODER.encode(value)
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    return msgpack.unpackb(
-        data, ext_hook=_from_extension, list_hook=_from_list, strict_map_key=False, unicode_errors="surrogatepass"
-    )
+    """Raises msgspec.DecodeError or KeyError for bytes that are no value of a known class."""
+    return _build(_DECODER.decode(data))
+
+
+def _build(value: Any) -> Any:
+    """Nouns out of the arrays that stand for them, also inside lists and dictionaries."""
+    if type(value) is list:
+        if value and type(value[0]) is str and value[0].startswith(_TAG):
+            return msgspec.convert(value, _NOUNS[value[0]])
+        return [_build(item) if type(item) in (list, dict) else item for item in value]
+    if type(value) is dict:
+        return {key: _build(item) if type(item) in (list, dict) else item for key, item in value.items()}
+    return value
 
 
 def _to_known(value: Any) -> Any:
-    """What MessagePack can encode in place of `value`; it comes back here for what that holds."""
-    encoder = _ENCODERS.get(type(value))
-    if encoder is not None:
-        return encoder(value)
+    """What MessagePack can encode in place of `value`."""
     if isinstance(value, np.ndarray):
-        return _encode_array(value)
-    if isinstance(value, tuple):
-        return [_TUPLE_MARK, *value]
-    if isinstance(value, np.generic):
-        raise TypeError(f"convert numpy scalar {value!r} to a Python number before sending it")
-    raise TypeError(f"{type(value).__name__} cannot travel: it is neither a plain value nor a registered noun")
+        code = _ROW_CODES.get(value.dtype) if value.ndim == 1 else None
+        if code is not None:
+            return Ext(code, value.tobytes())
+        return Ext(_ARRAY, encode((value.dtype.str, value.shape, value.tobytes())))
+    if isinstance(value, np.bool_ | np.integer | np.floating):
+        return value.item()
+    name = type(value).__name__
+    if _PORTABLES.get(name) is type(value):
+        return Ext(_PORTABLE, encode((name, value.to_plain())))
+    raise TypeError(f"{name} cannot travel: it is neither a plain value nor a registered noun")
 
 
-def _encode_array(array: NDArray[Any]) -> msgpack.ExtType:
-    code = _ROW_CODES.get(array.dtype) if array.ndim == 1 else None
-    if code is not None:
-        return msgpack.ExtType(code, array.tobytes())
-    return msgpack.ExtType(_ARRAY, msgpack.packb((array.dtype.str, array.shape)) + array.tobytes())
-
-
-def _decode_array(data: bytes) -> NDArray[Any]:
-    unpacker = msgpack.Unpacker()
-    unpacker.feed(data[:256])
-    dtype, shape = unpacker.unpack()
-    return np.frombuffer(data, dtype=np.dtype(dtype), offset=unpacker.tell()).reshape(shape)
-
-
-def _from_extension(code: int, data: bytes) -> Any:
+def _from_extension(code: int, data: memoryview) -> Any:
     if code in _ROWS:
-        return np.frombuffer(data, _ROWS[code])
-    if code == _ENUM:
-        return _MEMBERS[data]
+        return np.frombuffer(data.tobytes(), _ROWS[code])
     if code == _ARRAY:
-        return _decode_array(data)
-    return _MARKS[code, data]
+        dtype, shape, numbers = decode(data)
+        return np.frombuffer(numbers, np.dtype(dtype)).reshape(shape)
+    if code != _PORTABLE:
+        raise KeyError(f"extension type {code} is not known")
+    name, plain = decode(data)
+    return _PORTABLES[name].from_plain(plain)
 
 
-def _from_list(items: list[Any]) -> Any:
-    if items and type(items[0]) is _Mark:
-        return items[0].build(*items[1:])
-    return items
+_ENCODER = Encoder(enc_hook=_to_known)
+_DECODER = Decoder(ext_hook=_from_extension)
+
+_FIXES: dict[type, str] = {set: "a sorted list", frozenset: "a sorted list", complex: "two numbers"}
+
+
+def check_value(value: Any, name: str = "it") -> str:
+    """Why a data row, or a value in one, cannot be sent to other processes; empty if it can.
+
+    >>> check_value({"answers": [1, {2}]}, "the row")
+    "the row['answers'][1] is a set; write it as a sorted list"
+    """
+    if value is None or isinstance(value, bool | float | bytes | np.ndarray | np.bool_ | np.integer | np.floating):
+        return ""
+    if isinstance(value, int):
+        is_small = -(2**63) <= value < 2**64
+        return "" if is_small else f"{name} is an integer of more than 64 bits; write it as a string"
+    if isinstance(value, str):
+        whole = value.isascii() or value.encode("utf-8", "replace").decode() == value
+        return "" if whole else f"{name} is a text with half a surrogate pair, which is no character; remove it"
+    if isinstance(value, list | tuple):
+        parts = [(f"{name}[{index}]", item) for index, item in enumerate(value)]
+    elif isinstance(value, dict):
+        wrong = [key for key in value if type(key) not in (str, int)]
+        if wrong:
+            return f"{name} has the key {wrong[0]!r}; write keys as strings"
+        parts = [(f"{name}[{key!r}]", item) for key, item in value.items()]
+    else:
+        return f"{name} is a {type(value).__name__}; write it as {_FIXES.get(type(value), 'a string')}"
+    return next((why for part, item in parts if (why := check_value(item, part))), "")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.codec import noun, word
+from headway.codec import noun
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -26,7 +26,6 @@ NOT_SAMPLED = -1
 """The version of a token that no policy sampled (a prompt's, a tool's)."""
 
 
-@word
 class StopReason(StrEnum):
     STOP = "stop"  # a stop token or stop string
     LENGTH = "length"  # max_tokens reached
@@ -34,7 +33,6 @@ class StopReason(StrEnum):
     ABORTED = "aborted"  # the client asked for it
 
 
-@word
 class DropReason(StrEnum):
     FAILED = "failed"  # no trajectory of the group survived its workflow or its verifier
     NON_FINITE = "non_finite"  # the training step that took it was skipped

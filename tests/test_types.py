@@ -147,7 +147,7 @@ def test_a_reward_lies_at_a_token_of_its_trajectory(reward: Reward, said: str) -
 
 
 def test_nouns_are_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         completion(3).stop = StopReason.LENGTH  # type: ignore[misc]
 
 

@@ -261,7 +261,7 @@ def test_a_child_that_dies_while_idle_costs_no_call_an_error(tmp_path: Path) -> 
 
 
 def test_a_row_that_cannot_be_sent_is_an_error_verdict(tmp_path: Path) -> None:
-    verdict, stats = run(tmp_path, "echo", lambda pool: pool.verify({"score": {1, 2}}, ""), retries=3)
+    verdict, stats = run(tmp_path, "echo", lambda pool: pool.verify({"score": 1j}, ""), retries=3)
     assert "the row cannot be sent to its verifier" in verdict.error
     assert errors_of(stats) == {"request": 1}
 
