@@ -13,7 +13,6 @@ that arm while nothing is trained, plus the time to train it at the speed the tr
 import argparse
 import asyncio
 import itertools
-import os
 import sys
 import tempfile
 import time
@@ -168,7 +167,6 @@ class Bench:
     async def run(self, plan: Plan, name: str) -> Message:
         """One arm: a controller from the trainer's version on, ended when it has trained its steps."""
         from headway.control.controller import Controller
-        from headway.monitor.view import open_view
         from headway.record.shards import RunLog
 
         prepared = prepare(self.options, self.directory, self.model, plan)
@@ -178,18 +176,14 @@ class Bench:
         log, listener = RunLog(directory), Listener()
         log.subscribe(listener.on_event)
         progress, tasks = _progress(prepared, version), _tasks(prepared, version * plan.groups)
-        with open(os.devnull, "w") as nowhere:
-            view = open_view(nowhere)
-            given = self.fleet, self.workers, tasks, progress, log, directory, view
-            controller = Controller(prepared.config, *given)
-            run = asyncio.create_task(controller.run())
-            try:
-                await listener.steps(plan.skip + plan.steps, run)
-            finally:
-                run.cancel()
-                await asyncio.gather(run, return_exceptions=True)
-                log.close()
-                view.close()
+        controller = Controller(prepared.config, self.fleet, self.workers, tasks, progress, log, directory)
+        run = asyncio.create_task(controller.run())
+        try:
+            await listener.steps(plan.skip + plan.steps, run)
+        finally:
+            run.cancel()
+            await asyncio.gather(run, return_exceptions=True)
+            log.close()
         return effective(listener.events, plan)
 
     async def _next_version(self, prepared: "Prepared") -> int:
@@ -252,10 +246,10 @@ def effective(events: list[Any], plan: Plan) -> Message:
     trained = [event for event in events if event.kind == "trained"]
     begin = trained[plan.skip - 1].time if plan.skip else started
     kept = trained[plan.skip : plan.skip + plan.steps]
-    wall_s, tokens = kept[-1].time - begin, sum(event["tokens"] for event in kept)
+    wall_s, tokens = kept[-1].time - begin, sum(event.tokens for event in kept)
 
     def mean(name: str) -> float:
-        return float(sum(event[name] for event in kept) / len(kept))
+        return float(sum(getattr(event, name) for event in kept) / len(kept))
 
     return {
         "size": plan.size,
@@ -270,7 +264,7 @@ def effective(events: list[Any], plan: Plan) -> Message:
         "train_s": mean("seconds"),
         "wait_s": mean("wait_s"),
         "staleness_mean": mean("staleness_mean"),
-        "staleness_max": max(event["staleness_max"] for event in kept),
+        "staleness_max": max(event.staleness_max for event in kept),
         **engine_figures(events, begin, kept[-1].time),
         "timeline": timeline(events, begin, kept[-1].time),
     }
@@ -282,19 +276,18 @@ def engine_figures(events: list[Any], begin: float, end: float) -> Message:
     swaps = [event for event in events if event.kind == "swapped" and begin <= event.time <= end]
     found: Message = {}
     if len(stats) > 1:
-        first, last = stats[0], stats[-1]
-        seconds = last.time - first.time
+        seconds = stats[-1].time - stats[0].time
         found = {
-            "engine_busy": (last["busy_s"] - first["busy_s"]) / seconds,
-            "running_mean": sum(event["running"] for event in stats) / len(stats),
-            "generated_per_s": (last["num_generated"] - first["num_generated"]) / seconds,
-            "preempted": last["num_preempted"] - first["num_preempted"],
+            "engine_busy": sum(event.busy_s for event in stats[1:]) / seconds,
+            "running_mean": sum(event.running for event in stats) / len(stats),
+            "generated_per_s": sum(event.generated for event in stats[1:]) / seconds,
+            "preempted": sum(event.preempted for event in stats[1:]),
         }
     if swaps:
-        pauses = [swap["pause_ms"] for swap in swaps]
+        pauses = [swap.pause_ms for swap in swaps]
         found["pause_ms"] = {"mean": sum(pauses) / len(pauses), "max": max(pauses)}
-        found["stage_s"] = sum(swap["stage_s"] for swap in swaps) / len(swaps)
-        found["parity_max_abs"] = max(swap["parity_max_abs"] for swap in swaps)
+        found["stage_s"] = sum(swap.stage_s for swap in swaps) / len(swaps)
+        found["parity_max_abs"] = max(swap.parity_max_abs for swap in swaps)
     return found
 
 
@@ -303,20 +296,20 @@ def timeline(events: list[Any], begin: float, end: float) -> Message:
     stats = [event for event in events if event.kind == "stats" and begin <= event.time <= end]
     looks = [
         (
-            round(b.time - begin, 2),
-            b["running"],
-            round((b["busy_s"] - a["busy_s"]) / (b.time - a.time), 3),
-            round((b["num_generated"] - a["num_generated"]) / (b.time - a.time)),
+            round(event.time - begin, 2),
+            event.running,
+            round(event.busy_s / event.seconds, 3),
+            round(event.generated / event.seconds),
         )
-        for a, b in itertools.pairwise(stats)
+        for event in stats[1:]
     ]
     steps = [
-        (round(event["started"] - begin, 2), round(event["seconds"], 2))
+        (round(event.started - begin, 2), round(event.seconds, 2))
         for event in events
         if event.kind == "trained" and begin < event.time <= end
     ]
     swaps = [
-        (round(event.time - begin, 2), event["pause_ms"])
+        (round(event.time - begin, 2), event.pause_ms)
         for event in events
         if event.kind == "swapped" and begin < event.time <= end
     ]

@@ -275,7 +275,7 @@ async def measure(spec: Message, directory: Path) -> Message:
     async with open_runtime(config, directory) as runtime:
         workers, hall = await start_workers(runtime, config, spec)
         keeper = Fleet(runtime, config, None)
-        controller = Controller(config, keeper, workers, tasks, progress, log, directory, view)
+        controller = Controller(config, keeper, workers, tasks, progress, log, directory)
         release = asyncio.create_task(flight.release(hall))
         meter = Meter()
         await controller.run()

@@ -70,8 +70,8 @@ def gpu_figures(log: Path, seconds_trained: float) -> Message:
 
 def figures(run: Path, log: Path) -> Message:
     from headway.monitor.report import write_report
-    from headway.record.events import read
     from headway.record.history import History
+    from headway.record.log import read
 
     summary = write_report(run)
     history = History(read(run / "events.jsonl"))
@@ -89,7 +89,7 @@ def steps_of(history: "History") -> list[list[float]]:
     """Of each training step: when it was done, what it took, how long it had waited for its batch, tokens, reward."""
     begun = history["admitted"][0].time
     return [
-        [round(value, 4) for value in (event.time - begun, *(event[key] for key in STEP))]
+        [round(value, 4) for value in (event.time - begun, *(getattr(event, key) for key in STEP))]
         for event in history["trained"]
     ]
 

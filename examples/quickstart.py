@@ -18,9 +18,8 @@ from headway.config import Config, load
 from headway.errors import HeadwayError
 from headway.monitor.report import Summary, table, write_report
 from headway.monitor.view import open_view
-from headway.record.events import read
 from headway.record.ledger import fold
-from headway.record.shards import EVENTS_NAME
+from headway.record.log import EVENTS_NAME, read
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 SYNC_STEPS = 15
@@ -57,7 +56,8 @@ def wall_of_first(run: Path, num_steps: int) -> float:
     """Seconds from the first admission to the end of the given training step."""
     events = read(run / EVENTS_NAME)
     started = next(event.time for event in events if event.kind == "admitted")
-    return next(event.time for event in events if event.kind == "trained" and event["version"] == num_steps) - started
+    ended: float = next(e.time for e in events if e.kind == "trained" and e["version"] == num_steps)
+    return ended - started
 
 
 def compare(config: Config, arguments: list[str]) -> dict[str, float]:

@@ -91,8 +91,7 @@ def train(
 def _train(loaded: "Config", resume: bool) -> None:
     from headway import launch
     from headway.monitor.report import table
-    from headway.record.events import read
-    from headway.record.shards import EVENTS_NAME
+    from headway.record.log import EVENTS_NAME, read
 
     events = Path(loaded.run.dir) / EVENTS_NAME
     history = read(events) if resume and events.exists() else []
@@ -174,7 +173,7 @@ def replay(run: RunPath) -> None:
     """Train a recorded run again and see that it leads to identical weights."""
     from headway.control.resume import replay as retrain_run
 
-    version, digest = _with_view(lambda view: retrain_run(run, view))
+    version, digest = _with_view(lambda view: retrain_run(run, view.on_event))
     _print(f"replayed {version} training steps: every version's weights are identical to the record (last {digest})")
 
 
@@ -193,7 +192,7 @@ def engines(
 ) -> None:
     """Have a run that goes on use more or fewer engines."""
     from headway.control.resize import ask
-    from headway.record.shards import EVENTS_NAME
+    from headway.record.log import EVENTS_NAME
 
     ask(run, EVENTS_NAME, count)
     _print(f"asked for {count} engine{'s' * (count > 1)}; the run tells when they have joined or left")

@@ -36,9 +36,11 @@ from headway.model.tokenizer import load_tokenizer
 from headway.monitor.metrics import Metrics
 from headway.monitor.report import Summary, write_report
 from headway.monitor.view import View
-from headway.record.events import Event, read
+from headway.record.events import Ended, Event, ResumeStarted, RunStarted, Warned
 from headway.record.ledger import Ledger, RunState, fold, ledger
-from headway.record.shards import EVENTS_NAME, RunLog
+from headway.record.log import EVENTS_NAME, read
+from headway.record.phases import phase
+from headway.record.shards import RunLog
 from headway.runtime.ray import check_ray
 from headway.tasks.prompts import PromptStream, check_there, load_prompts
 from headway.types import (
@@ -207,7 +209,7 @@ def probe(prompts: list[Prompt], longest: int = _PROBE_TOKENS) -> tuple[Ints, ..
 
 async def train(config: Config, resume: bool, view: View) -> Summary:
     """A whole run, from nothing or from where it was interrupted."""
-    with view.phase("reading the model and the prompts"):
+    with phase(view.on_event, "reading the model and the prompts"):
         prepared = prepare(config)
     directory = Path(config.run.dir)
     _claim(directory, prepared, resume)
@@ -218,13 +220,13 @@ async def train(config: Config, resume: bool, view: View) -> Summary:
         history = _claim(directory, prepared, resume)  # again, under the log's lock: somebody may have been faster
         state = fold(history)
         if state.status == "finished" and state.num_trained >= config.run.steps:
-            view.message(f"{directory} is finished; nothing to resume")
+            view.on_event(Warned(message=f"{directory} is finished; nothing to resume"))
             return write_report(directory)
         metrics = Metrics(directory, config.metrics, history, view.message)
         tokens = ledger(history)
         for listener in (tokens.on_event, view.on_event, metrics.on_event):
             log.subscribe(listener)
-        await _run_to_the_end(prepared, log, state, history, tokens, directory, view)
+        await _run_to_the_end(prepared, log, state, history, tokens, directory)
     finally:
         if metrics is not None:
             metrics.close()
@@ -239,22 +241,24 @@ async def _run_to_the_end(
     history: list[Event],
     tokens: Ledger,
     directory: Path,
-    view: View,
 ) -> None:
     """Start, resume if there is something to resume, run; the log's last word says how it ended."""
     from headway.control.controller import Controller
     from headway.control.resume import progress_from
 
-    if not history:
+    if history:
+        num_resumed = sum(isinstance(event, ResumeStarted) for event in history)
+        log.append(ResumeStarted(incarnation=num_resumed + 1, hardware=hardware()))
+    else:
         _begin(prepared, log, directory)
     status, cause = "failed", ""
     try:
         async with open_runtime(prepared.config, directory) as runtime, _stoppable():
             fleet = Fleet(runtime, prepared.config, prepared.staleness().worst_staleness)
-            with view.phase("starting workers"):
+            with phase(log.append, "starting workers"):
                 workers = await fleet.start_all()
-            progress = await progress_from(prepared.staleness(), log, state, history, workers.trainer, directory, view)
-            await Controller(prepared.config, fleet, workers, _tasks(prepared), progress, log, directory, view).run()
+            progress = await progress_from(prepared.staleness(), log, state, history, workers.trainer, directory)
+            await Controller(prepared.config, fleet, workers, _tasks(prepared), progress, log, directory).run()
         tokens.finish()
         tokens.check()
         status = "finished"
@@ -265,19 +269,20 @@ async def _run_to_the_end(
         cause = str(error) or type(error).__name__
         raise
     finally:
-        log.append("ended", status=status, cause=cause, ledger=tokens.to_dict())
+        log.append(Ended(status=status, cause=cause, tokens=tokens.counts()))
 
 
 def _begin(prepared: Prepared, log: RunLog, directory: Path) -> None:
     plain = prepared.config.model_dump()
     (directory / "config.json").write_text(json.dumps(plain, indent=2))
     log.append(
-        "run_started",
-        config=plain,
-        hardware=hardware(),
-        num_prompts=len(prepared.prompts),
-        worst_staleness=prepared.staleness().worst_staleness,
-        config_hash=identity(prepared.config),
+        RunStarted(
+            config=plain,
+            hardware=hardware(),
+            num_prompts=len(prepared.prompts),
+            worst_staleness=prepared.staleness().worst_staleness,
+            config_hash=identity(prepared.config),
+        )
     )
 
 
@@ -340,16 +345,16 @@ def hardware() -> dict[str, Any]:
 
 async def rollout_only(config: Config, num_groups: int, view: View) -> list[Group]:
     """The generating half alone: groups of the model as it is."""
-    with view.phase("reading the model and the prompts"):
+    with phase(view.on_event, "reading the model and the prompts"):
         prepared = prepare(config)
     stream = PromptStream(prepared.prompts, config.run.seed)
     room = asyncio.Semaphore(2 * config.engine.max_num_seqs * config.engine.count)
     async with open_runtime(config, Path(config.run.dir)) as runtime:
-        with view.phase("starting workers"):
+        with phase(view.on_event, "starting workers"):
             generation = await start_generation(runtime, config)
         workers = list(generation.rollout.values())
         num_done = 0
-        with view.phase(f"generating {num_groups} groups") as phase:
+        with phase(view.on_event, f"generating {num_groups} groups") as progress:
 
             async def one(number: int) -> Group:
                 nonlocal num_done
@@ -357,7 +362,7 @@ async def rollout_only(config: Config, num_groups: int, view: View) -> list[Grou
                 async with room:
                     group = await workers[number % len(workers)].run(admission)
                 num_done += 1
-                phase.progress(num_done, num_groups)
+                progress(num_done, num_groups)
                 return group
 
             made = asyncio.gather(*(one(number) for number in range(num_groups)))
@@ -376,15 +381,15 @@ async def train_from(config: Config, groups: list[Group], view: View) -> list[di
         raise ConfigError(f"{directory} already holds a run, whose model would be replaced; choose another run.dir")
     num_steps = min(config.run.steps, len(ordered) // batch_groups)
     async with open_runtime(config, directory) as runtime:
-        with view.phase("starting the trainer"):
+        with phase(view.on_event, "starting the trainer"):
             trainer = await start_trainer(runtime, config, None)
         reports: list[StepReport] = []
-        with view.phase(f"training {num_steps} steps") as phase:
+        with phase(view.on_event, f"training {num_steps} steps") as progress:
             for step in range(num_steps):
                 taken = ordered[step * batch_groups : (step + 1) * batch_groups]
                 report = await trainer.train(Batch(len([r for r in reports if not r.skipped]), tuple(taken)))
                 reports.append(report)
-                phase.progress(step + 1, num_steps)
+                progress(step + 1, num_steps)
         await trainer.save_model(str(directory / "model"))
     return [{"version": report.version, **report.metrics} for report in reports]
 
@@ -393,20 +398,20 @@ async def evaluate_only(config: Config, view: View) -> "Evaluation":
     """Held-out accuracy of the model as it is."""
     from headway.rollout.evaluate import evaluate
 
-    with view.phase("reading the model and the prompts"):
+    with phase(view.on_event, "reading the model and the prompts"):
         prepared = prepare(config)
     if not prepared.held_out:
         raise ConfigError("task.eval names no held-out rows; set it to evaluate")
     async with open_runtime(config, Path(config.run.dir)) as runtime:
-        with view.phase("starting workers"):
+        with phase(view.on_event, "starting workers"):
             generation = await start_generation(runtime, config)
         workers = list(generation.rollout.values())
 
         async def run(admission: Admission) -> Group:
             return await workers[admission.group % len(workers)].run(admission)
 
-        with view.phase("evaluating") as phase:
+        with phase(view.on_event, "evaluating") as progress:
             concurrency = config.engine.max_num_seqs * config.engine.count
             rows, sampling = prepared.held_out, prepared.eval_sampling
-            found = evaluate(run, rows, sampling, 0, concurrency, phase.progress)
+            found = evaluate(run, rows, sampling, 0, concurrency, progress)
             return await until_failure(runtime, generation, found)

@@ -40,10 +40,12 @@ from headway.control.staleness import StalenessControl
 from headway.control.supervisor import LOST, Kept, Supervisor
 from headway.control.workers import Fleet, Workers
 from headway.errors import DeadlineExceeded, InvariantBroken, RunFailed, SaveFailed, WeightMismatch
-from headway.monitor.view import View
-from headway.record.events import read
+from headway.record import events
 from headway.record.ledger import fold
-from headway.record.shards import EVENTS_NAME, RunLog
+from headway.record.log import EVENTS_NAME, read
+from headway.record.phases import phase
+from headway.record.shards import RunLog
+from headway.record.stats import StatsMeter
 from headway.rollout.evaluate import evaluate
 from headway.tasks.prompts import PromptStream
 from headway.training.checkpoint import slot_for
@@ -65,6 +67,7 @@ from headway.weights.fingerprints import digest
 from headway.weights.probe import ScoreProof
 
 R = TypeVar("R")
+Failures = tuple[events.FailedTrajectory, ...]
 _WISHES_EVERY_S = 0.5
 _ROOM_S = 60.0
 """However many checkpoints fail, for so long a person has time to make room on the disk."""
@@ -104,21 +107,21 @@ class Controller:
         progress: Progress,
         log: RunLog,
         directory: Path,
-        view: View,
     ):
         self.config, self.tasks, self.log = config, tasks, log
-        self.directory, self.view = directory, view
+        self.directory = directory
         self.version = progress.version
         self.staleness, self.buffer = progress.staleness, progress.buffer
         self._progress = progress
         self._proofs = defaultdict[tuple[str, int], ScoreProof](lambda: ScoreProof(config.model.dtype))
         self._changed = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
+        self._meter = StatsMeter()
         self._supervisor = Supervisor(fleet, config.supervise, log)
         self._trainer: Kept[AnyTrainer] = Kept("trainer", workers.trainer, fleet.start_trainer)
         self.roster = Roster(
             *(config, fleet, workers.generation, self._supervisor, log),
-            *(self._send_to, self._on_stats, self._changed),
+            *(self._send_to, self._on_stats, self._meter.begin, self._changed),
         )
         self._evaluation: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
@@ -168,7 +171,7 @@ class Controller:
             group_id = self.staleness.admit(version)
             admission = self._admission(group_id, version)
             self.log.append(
-                "admitted", group=group_id, prompt=admission.prompt.index, eta=admission.eta, version=version
+                events.Admitted(group=group_id, prompt=admission.prompt.index, eta=admission.eta, version=version)
             )
             self._tasks.create_task(self._generate(admission))
             # A burst of admissions must not keep finished groups from being taken.
@@ -203,14 +206,14 @@ class Controller:
             self.log.finished(group, seconds=time.time() - started)
             self.buffer.put(group)
             return
-        lost = sum(failure.num_sampled for failure in group.failures)
-        self._drop([group.id], DropReason.FAILED, lost)
+        self._drop((group.id,), DropReason.FAILED, events.FailedTrajectory.of(group))
         self._check_not_all_failing(group)
 
-    def _drop(self, groups: list[int], reason: DropReason, num_tokens: int) -> None:
+    def _drop(self, groups: tuple[int, ...], reason: DropReason, failures: Failures = (), tokens: int = 0) -> None:
         for group_id in groups:
             self.buffer.drop(group_id, reason)
-        self.log.append("dropped", groups=groups, reason=reason.value, tokens=num_tokens)
+        tokens += sum(failure.tokens for failure in failures)
+        self.log.append(events.Dropped(groups=groups, reason=reason.value, tokens=tokens, failures=failures))
         self._changed.set()
 
     def _check_not_all_failing(self, group: Group) -> None:
@@ -233,7 +236,7 @@ class Controller:
             self._trainer_wait_s += wait_s
             batch = Batch(self.version, groups)
             if self._progress.untrained_batch is None:
-                self.log.append("taken", version=self.version, groups=[group.id for group in groups])
+                self.log.append(events.Taken(version=self.version, groups=tuple(group.id for group in groups)))
             self._progress.untrained_batch = None
             self._changed.set()
             report, published = await self._with_trainer(partial(self._step, batch))
@@ -271,24 +274,25 @@ class Controller:
         ages = batch.staleness
         rewards = [trajectory.reward for group in batch.groups for trajectory in group.trajectories]
         self.log.append(
-            "trained",
-            version=report.version,
-            groups=[group.id for group in batch.groups],
-            tokens=report.num_tokens,
-            started=report.started,
-            seconds=report.seconds,
-            wait_s=wait_s,
-            staleness_mean=float(np.mean(ages)) if ages else 0.0,
-            staleness_max=max(ages, default=0),
-            reward=float(np.mean(rewards)) if rewards else None,
-            metrics=report.metrics,
-            digest=digest(update.fingerprints),
+            events.Trained(
+                version=report.version,
+                groups=tuple(group.id for group in batch.groups),
+                tokens=report.num_tokens,
+                started=report.started,
+                seconds=report.seconds,
+                wait_s=wait_s,
+                staleness_mean=float(np.mean(ages)) if ages else 0.0,
+                staleness_max=max(ages, default=0),
+                reward=float(np.mean(rewards)) if rewards else None,
+                metrics=dict(report.metrics),
+                digest=digest(update.fingerprints),
+            )
         )
 
     def _skip(self, batch: Batch, report: StepReport) -> None:
-        groups = [group.id for group in batch.groups]
-        self.log.append("skipped", version=self.version, groups=groups, reason=report.skipped)
-        self._drop(groups, DropReason.NON_FINITE, batch.num_sampled)
+        groups = tuple(group.id for group in batch.groups)
+        self.log.append(events.Skipped(version=self.version, groups=groups, reason=report.skipped))
+        self._drop(groups, DropReason.NON_FINITE, tokens=batch.num_sampled)
         self._num_skipped += 1
         if self._num_skipped >= self.config.trainer.max_skipped:
             raise RunFailed(
@@ -322,7 +326,7 @@ class Controller:
         try:
             await self._with_trainer(partial(self._write, version, slot, keeper))
         except SaveFailed as error:
-            self.log.append("checkpoint_failed", version=version, slot=slot, cause=str(error))
+            self.log.append(events.CheckpointFailed(version=version, slot=slot, cause=str(error)))
             self._unsaved.append(started)
             too_many = len(self._unsaved) > self.config.supervise.max_failures
             if too_many and time.time() - self._unsaved[0] > _ROOM_S:
@@ -330,7 +334,7 @@ class Controller:
             return
         self._unsaved.clear()
         self._num_checkpoints += 1
-        self.log.append("checkpointed", version=version, slot=slot, seconds=time.time() - started)
+        self.log.append(events.Checkpointed(version=version, slot=slot, seconds=time.time() - started))
 
     async def _write(self, version: int, slot: str, keeper: AnyTrainer, trainer: AnyTrainer) -> None:
         # One that came back has kept nothing, and may be a step further by now, unless that was the last.
@@ -391,9 +395,9 @@ class Controller:
         state = fold(await asyncio.to_thread(read, self.directory / EVENTS_NAME))
         if state.num_trained != self.version:
             raise InvariantBroken(f"the record is at version {state.num_trained}, the controller at {self.version}")
-        from_version = await load_newest_checkpoint(state, trainer, self.directory, self.view.message)
-        with self.view.phase(f"retraining {self.version - from_version} recorded steps") as phase:
-            await retrain(self.log.record.load, state, trainer, from_version, phase.progress)
+        from_version = await load_newest_checkpoint(state, trainer, self.directory, self._warn)
+        with phase(self.log.append, f"retraining {self.version - from_version} recorded steps") as progress:
+            await retrain(self.log.record.load, state, trainer, from_version, progress)
         if self.roster.newest is not None:
             self.roster.publish(await self._publish(trainer))
 
@@ -416,14 +420,15 @@ class Controller:
         if not report.fingerprints:
             self._proofs[name, self.roster.engines[name].life].check(name, scores, reference)
         self.log.append(
-            "swapped",
-            version=update.version,
-            engine=name,
-            stage_s=stage_s,
-            pause_ms=report.pause_ms,
-            interrupted=report.num_interrupted,
-            recomputed=report.num_recomputed,
-            parity_max_abs=parity(scores, reference),
+            events.Swapped(
+                version=update.version,
+                engine=name,
+                stage_s=stage_s,
+                pause_ms=report.pause_ms,
+                interrupted=report.num_interrupted,
+                recomputed=report.num_recomputed,
+                parity_max_abs=parity(scores, reference),
+            )
         )
 
     async def _resize(self) -> None:
@@ -438,8 +443,8 @@ class Controller:
     async def _evaluate_alone(self, label: str) -> None:
         """Before and after training, with the engines to itself."""
         if self.tasks.held_out:
-            with self.view.phase(f"evaluating {label} training") as phase:
-                await self._evaluate(label, 1, phase.progress)
+            with phase(self.log.append, f"evaluating {label} training") as progress:
+                await self._evaluate(label, 1, progress)
 
     async def _evaluate(
         self, label: str, share: int, on_progress: Callable[[int, int], None] = lambda done, total: None
@@ -450,27 +455,32 @@ class Controller:
             self.roster.run, self.tasks.held_out, self.tasks.eval_sampling, self.version, concurrency, on_progress
         )
         self.log.append(
-            "evaluated",
-            label=label,
-            version=found.version,
-            version_last=found.version_last,
-            accuracy=found.accuracy,
-            num=found.num,
-            mean_tokens=found.mean_tokens,
-            seconds=found.seconds,
+            events.Evaluated(
+                label=label,
+                version=found.version,
+                version_last=found.version_last,
+                accuracy=found.accuracy,
+                num=found.num,
+                num_failed=found.num_failed,
+                mean_tokens=found.mean_tokens,
+                seconds=found.seconds,
+            )
         )
 
     def _on_stats(self, engine: str, stats: EngineStats) -> None:
-        fields = {field: getattr(stats, field) for field in stats.__dataclass_fields__}
         self.log.append(
-            "stats",
-            engine=engine,
-            **fields,
-            inflight=self._num_generating,
-            ready=self.buffer.num_ready,
-            admission_wait_s=self._admission_wait_s,
-            trainer_wait_s=self._trainer_wait_s,
+            self._meter.measure(
+                engine,
+                stats,
+                inflight=self._num_generating,
+                ready=self.buffer.num_ready,
+                admission_wait_s=self._admission_wait_s,
+                trainer_wait_s=self._trainer_wait_s,
+            )
         )
+
+    def _warn(self, message: str) -> None:
+        self.log.append(events.Warned(message=message))
 
 
 async def _kept_by(trainer: AnyTrainer) -> AnyTrainer:

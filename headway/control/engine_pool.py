@@ -22,7 +22,8 @@ from headway.control.supervisor import LOST, Kept, Supervisor, within
 from headway.control.workers import Fleet, Generation
 from headway.engine.protocol import Engine
 from headway.errors import HeadwayError, RunFailed, WeightsUnreachable, WorkerDied
-from headway.record.events import EventLog
+from headway.record.events import EngineJoined, EngineLeft, EngineSlow, Retried
+from headway.record.log import EventLog
 from headway.rollout.reward_pool import RewardPool
 from headway.rollout.router import Continued, RolloutStats, Shunned
 from headway.rollout.worker import RolloutWorker
@@ -62,7 +63,8 @@ class Member(Kept[Engine]):
 
 
 class Roster:
-    """`send` brings an engine to a version and proves it; `on_stats` hears of each look; `changed` is set when
+    """`send` brings an engine to a version and proves it; `on_stats` hears of each look, `on_serving` of each
+    engine that begins to serve; `changed` is set when
     `confirmed` may have changed."""
 
     def __init__(
@@ -74,10 +76,11 @@ class Roster:
         log: EventLog,
         send: Callable[[str, WeightUpdate, Scores], Awaitable[None]],
         on_stats: Callable[[str, EngineStats], None],
+        on_serving: Callable[[str], None],
         changed: asyncio.Event,
     ) -> None:
         self._config, self._fleet, self._supervisor, self._log = config, fleet, supervisor, log
-        self._send, self._on_stats, self._changed = send, on_stats, changed
+        self._send, self._on_stats, self._on_serving, self._changed = send, on_stats, on_serving, changed
         self.engines = {name: self._member(name, engine) for name, engine in generation.engines.items()}
         self._rollout = {name: self._worker(name, worker) for name, worker in generation.rollout.items()}
         self._rewards = Kept("reward", generation.rewards, fleet.start_rewards)
@@ -213,7 +216,8 @@ class Roster:
             self._confirm(member, published.update.version)
             if not member.serving.is_set():
                 if member.asked_for and not member.life:
-                    self._log.append("joined", engine=member.name, version=member.confirmed)
+                    self._log.append(EngineJoined(engine=member.name, version=member.confirmed))
+                self._on_serving(member.name)
                 self._supervisor.serves(member)
                 self._reconnect.set()
 
@@ -307,7 +311,7 @@ class Roster:
     async def _remove(self, member: Member, cause: str) -> None:
         if self.engines.pop(member.name, None) is None:
             return  # it could not be kept just as it was to leave
-        self._log.append("left", engine=member.name, cause=cause)
+        self._log.append(EngineLeft(engine=member.name, cause=cause))
         self._confirm(member, -1)
         await self._to_rollout(self._connect)
         await self._fleet.stop(member.name)
@@ -364,7 +368,7 @@ class Roster:
             by_engine.setdefault(continued.engine, []).append(continued)
         for engine, items in by_engine.items():
             tokens, seconds = sum(item.tokens for item in items), max(item.seconds for item in items)
-            self._log.append("continued", engine=engine, requests=len(items), tokens=tokens, seconds=seconds)
+            self._log.append(Retried(engine=engine, requests=len(items), tokens=tokens, seconds=seconds))
 
     def _believe(self, shunned: Shunned) -> None:
         """A rollout worker found an engine wanting: it is replaced, if it is still that one."""
@@ -437,7 +441,7 @@ class Roster:
         for member in self.serving:
             if member.name in slow and not member.slow:
                 own, others = paces[member.name], slow[member.name]
-                self._log.append("slow", engine=member.name, tokens_per_s=own, others_per_s=others)
+                self._log.append(EngineSlow(engine=member.name, tokens_per_s=own, others_per_s=others))
                 if self._config.supervise.replace_slow:
                     member.lose(member.worker, HeadwayError(f"{member.name} is slow: {own:.3g} tokens/s a sequence"))
             member.slow = member.name in slow

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from headway.errors import HeadwayError
-from headway.record.events import is_being_written
+from headway.record.log import is_being_written
 
 WANTED_NAME = "engines.wanted"
 MOST_ENGINES = 256

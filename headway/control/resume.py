@@ -8,6 +8,7 @@ Invariants that live here:
 """
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from headway.config import Config
@@ -17,10 +18,11 @@ from headway.control.retrain import load_newest_checkpoint, retrain
 from headway.control.staleness import StalenessControl
 from headway.control.workers import open_runtime, start_trainer
 from headway.errors import HeadwayError
-from headway.monitor.view import View
-from headway.record.events import Event, read
+from headway.record.events import Event, Resumed, Warned
 from headway.record.ledger import RunState, fold, ledger
-from headway.record.shards import EVENTS_NAME, RECORD_NAME, Record, RunLog
+from headway.record.log import EVENTS_NAME, read
+from headway.record.phases import phase
+from headway.record.shards import RECORD_NAME, Record, RunLog
 from headway.training.ranks import AnyTrainer
 from headway.types import DropReason
 
@@ -32,14 +34,15 @@ async def progress_from(
     history: list[Event],
     trainer: AnyTrainer,
     directory: Path,
-    view: View,
 ) -> Progress:
     """Where to start: at the beginning, or exactly where the record says the run was."""
     if not history:
         return Progress(0, staleness, Buffer(staleness), [])
-    checkpoint_version = await load_newest_checkpoint(state, trainer, directory, view.message)
-    with view.phase(f"retraining {state.num_trained - checkpoint_version} recorded steps") as phase:
-        await retrain(log.record.load, state, trainer, checkpoint_version, phase.progress)
+    checkpoint_version = await load_newest_checkpoint(
+        state, trainer, directory, lambda message: log.append(Warned(message=message))
+    )
+    with phase(log.append, f"retraining {state.num_trained - checkpoint_version} recorded steps") as progress:
+        await retrain(log.record.load, state, trainer, checkpoint_version, progress)
     untrained = state.untrained_batch
     staleness = StalenessControl.restore(
         staleness.batch_groups,
@@ -52,11 +55,12 @@ async def progress_from(
     )
     waiting = [log.record.load(state.finished[group]) for group in state.waiting]
     log.append(
-        "resumed",
-        version=state.num_trained,
-        checkpoint_version=checkpoint_version,
-        num_regenerated=len(state.unfinished),
-        lost_tokens=ledger(history).in_flight,
+        Resumed(
+            version=state.num_trained,
+            checkpoint_version=checkpoint_version,
+            num_regenerated=len(state.unfinished),
+            lost_tokens=ledger(history).in_flight,
+        )
     )
     return Progress(
         version=state.num_trained,
@@ -69,7 +73,7 @@ async def progress_from(
     )
 
 
-async def replay(directory: Path, view: View) -> tuple[int, str]:
+async def replay(directory: Path, emit: Callable[[Event], object]) -> tuple[int, str]:
     """Train a recorded run again from its first weights; the last version and its digest, equal to the record's."""
     history = read(directory / EVENTS_NAME)
     state = fold(history)
@@ -80,9 +84,9 @@ async def replay(directory: Path, view: View) -> tuple[int, str]:
         raise HeadwayError(f"{directory} has no training step to replay")
     record = Record(directory / RECORD_NAME)
     async with open_runtime(config, directory / "replay") as runtime:
-        with view.phase("starting the trainer"):
+        with phase(emit, "starting the trainer"):
             trainer = await start_trainer(runtime, config, None)
-        with view.phase(f"retraining {state.num_trained} recorded steps") as phase:
-            await retrain(record.load, state, trainer, 0, phase.progress)
+        with phase(emit, f"retraining {state.num_trained} recorded steps") as progress:
+            await retrain(record.load, state, trainer, 0, progress)
         await trainer.save_model(str(directory / "replay" / "model"))
     return state.num_trained, state.digests[state.num_trained]

@@ -18,7 +18,7 @@ from headway.weights.fingerprints import digest
 
 
 async def load_newest_checkpoint(
-    state: RunState, trainer: AnyTrainer, directory: Path, tell: Callable[[str], None]
+    state: RunState, trainer: AnyTrainer, directory: Path, warn: Callable[[str], object]
 ) -> int:
     """The version of the newest whole checkpoint; a damaged one is named and passed over; with none, the beginning."""
     for _, slot in state.checkpoints:
@@ -28,7 +28,7 @@ async def load_newest_checkpoint(
         except (WorkerDied, DeadlineExceeded):
             raise
         except HeadwayError as error:
-            tell(f"{error}; trying the one before")
+            warn(f"{error}; trying the one before")
     return 0
 
 

@@ -18,7 +18,8 @@ from typing import Any, Generic, TypeVar
 from headway.config import SuperviseSection
 from headway.control.workers import Fleet
 from headway.errors import DeadlineExceeded, HeadwayError, RunFailed, WorkerDied
-from headway.record.events import EventLog
+from headway.record.events import WorkerLost, WorkerRestarted
+from headway.record.log import EventLog
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -110,7 +111,7 @@ class Supervisor:
             kept.end()
             groups = on_lost()
             while kept.worker is None:
-                self._log.append("worker_lost", worker=kept.name, cause=str(cause), groups=groups)
+                self._log.append(WorkerLost(worker=kept.name, cause=str(cause), groups=tuple(groups)))
                 await self._fleet.stop(kept.name)
                 wait_s = restarts.lost(time.monotonic())
                 if wait_s is None:
@@ -147,7 +148,7 @@ class Supervisor:
             return
         if kept.life:
             seconds = time.monotonic() - kept.down_since
-            self._log.append("worker_restarted", worker=kept.name, life=kept.life, seconds=seconds)
+            self._log.append(WorkerRestarted(worker=kept.name, incarnation=kept.life, seconds=seconds))
         kept.serving.set()
 
     def _too_often(self, name: str, cause: HeadwayError) -> RunFailed:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from headway.config import MetricsSection
 from headway.errors import ConfigError
 from headway.record.events import Event
-from headway.record.history import Look, Looks
+from headway.record.history import Look, look_of
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
@@ -58,10 +58,9 @@ class Board:
         self.looks: dict[str, deque[Look]] = {}  # by engine
         self.pauses: list[float] = []
         self.dropped: Counter[str] = Counter()
-        self._looks = Looks()
 
     def on_event(self, event: Event) -> None:
-        look = self._looks.on_event(event)
+        look = look_of(event)
         if look is not None:
             self._add_look(look)
         match event.kind:
@@ -79,14 +78,12 @@ class Board:
                     self.before = event
             case "stats":
                 self.engines[str(event["engine"])] = event
-                # The waits are the run's own, told again with each engine: one engine's looks are enough.
-                if not self.waits or self.waits[-1]["engine"] == event["engine"]:
-                    self.waits.append(event)
+                self.waits.append(event)
             case "swapped":
                 self.pauses += [event["pause_ms"]] if event["pause_ms"] is not None else []
             case "dropped":
                 self.dropped[str(event["reason"])] += len(event["groups"])
-            case "worker_lost" | "left":
+            case "worker_lost" | "engine_left":
                 self._on_gone(str(event.fields.get("worker", event.fields.get("engine"))))
             case "ended":
                 self.ended = event
@@ -110,8 +107,6 @@ class Board:
         """What an engine did last is no longer what it does."""
         self.engines.pop(worker, None)
         self.looks.pop(worker, None)
-        if self.waits and self.waits[-1]["engine"] == worker:
-            self.waits.clear()
 
     def _add_look(self, look: Look) -> None:
         """What is not recent goes, but never an engine's latest: looks may be far apart."""
@@ -155,7 +150,8 @@ class Board:
         if len(self.waits) < 2 or self.waits[-1].time <= self.waits[0].time:
             return 0.0
         first, last = self.waits[0], self.waits[-1]
-        return min(1.0, max(0.0, float(last[field] - first[field]) / (last.time - first.time)))
+        spent = sum(stats[field] for stats in self.waits if stats is not first)
+        return min(1.0, max(0.0, float(spent) / (last.time - first.time)))
 
     def left_s(self, now: float) -> float | None:
         """Seconds to the last step at the recent pace; None before the first step of this process."""
@@ -194,11 +190,8 @@ class Point:
 class Points:
     """Events in, points out, with the rates that single events do not state."""
 
-    def __init__(self) -> None:
-        self._looks = Looks()
-
     def on_event(self, event: Event) -> Point | None:
-        look = self._looks.on_event(event)
+        look = look_of(event)
         if event.kind not in _KINDS:
             return None
         numbers = _flat_numbers(event)

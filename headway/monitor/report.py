@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from rich.table import Table
 from rich.text import Text
@@ -22,10 +23,10 @@ from headway.monitor.metrics import rebuild
 from headway.monitor.plot import draw
 from headway.monitor.scaling import Split, estimate
 from headway.monitor.view import clean, duration
-from headway.record.events import Event, read
+from headway.record.events import Event, TokenCounts
 from headway.record.history import History
 from headway.record.ledger import ledger
-from headway.record.shards import EVENTS_NAME
+from headway.record.log import EVENTS_NAME, read
 from headway.types import DropReason
 
 SUMMARY_FILE = "summary.json"
@@ -86,13 +87,13 @@ class Summary:
     admission_wait_s: float
     split: Split | None
     lengths: Lengths
-    ledger: dict[str, Any]
+    ledger: TokenCounts
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
         extra = values.pop("extra")
-        return {**values, "wall_s_sync": None, **extra}
+        return {**values, "ledger": msgspec.to_builtins(self.ledger), "wall_s_sync": None, **extra}
 
 
 def summarise(events: Sequence[Event], extra: dict[str, Any] | None = None) -> Summary:
@@ -147,10 +148,10 @@ def summarise(events: Sequence[Event], extra: dict[str, Any] | None = None) -> S
         trainer_busy_share=sum(_present(trained, "seconds")) / wall_s if wall_s else None,
         engine_busy_share=engine_busy_share,
         trainer_wait_s=trainer_wait_s,
-        admission_wait_s=sum(_last_wait(engines.values()) for engines in history.last_stats()),
+        admission_wait_s=sum(_present(history["stats"], "admission_wait_s")),
         split=_split(history, trainer_wait_s / wall_s if wall_s else None, engine_busy_share),
         lengths=_lengths(history),
-        ledger=fates.to_dict(),
+        ledger=fates.counts(),
         extra=extra or {},
     )
 
@@ -174,10 +175,6 @@ def _dropped(history: History) -> dict[int, str]:
     """Every group that left untrained, with its reason."""
     skipped = {group: DropReason.NON_FINITE.value for event in history["skipped"] for group in event["groups"]}
     return skipped | {group: str(event["reason"]) for event in history["dropped"] for group in event["groups"]}
-
-
-def _last_wait(stats: Iterable[Event]) -> float:
-    return max((event["admission_wait_s"] for event in stats), default=0.0)
 
 
 def _engine_busy_share(history: History) -> float | None:
@@ -308,9 +305,12 @@ def _losses(summary: Summary) -> str:
     return f"{each}; restarted {summary.restarts}×; {brought}"
 
 
-def _fates(fates: dict[str, Any]) -> list[tuple[str, int]]:
-    dropped = [(f"dropped ({reason})", num) for reason, num in fates["dropped"].items()]
-    kept = [(name.replace("_", " "), fates[name]) for name in ("trained", "waiting", "in_flight", "lost", "recomputed")]
+def _fates(fates: TokenCounts) -> list[tuple[str, int]]:
+    dropped = [(f"dropped ({reason})", num) for reason, num in fates.dropped.items()]
+    kept = [
+        (name.replace("_", " "), getattr(fates, name))
+        for name in ("trained", "waiting", "in_flight", "lost", "recomputed")
+    ]
     return [(name, num) for name, num in kept + dropped if num]
 
 

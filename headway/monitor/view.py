@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.constrain import Constrain
@@ -30,7 +30,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.monitor.metrics import Board
-from headway.record.events import Event
+from headway.record.events import Event, Phase
 
 REFRESH_S = 0.5
 DROPS_TOLD_EVERY_S = 5.0
@@ -93,15 +93,17 @@ def describe(event: Event) -> str | None:
             again = f"; {len(event['groups'])} groups begin again" if event["groups"] else ""
             return f"lost {clean(event['worker'])}: {clean(event['cause'])}{again}"
         case "worker_restarted":
-            return f"{clean(event['worker'])} is back after {event['seconds']:.1f} s"
-        case "continued":
-            brought = f"{event['requests']} requests of {clean(event['engine'])} go on elsewhere"
+            return f"{clean(event['worker'])} restarted after {event['seconds']:.1f} s"
+        case "warned":
+            return clean(event["message"])
+        case "retried":
+            brought = f"{event['requests']} requests of {clean(event['engine'])} continue on other engines"
             return f"{brought} with {event['tokens']:,} tokens, within {event['seconds']:.1f} s"
-        case "joined":
+        case "engine_joined":
             return f"{clean(event['engine'])} joined at version {event['version']}"
-        case "left":
+        case "engine_left":
             return f"{clean(event['engine'])} left: {clean(event['cause'])}"
-        case "slow":
+        case "engine_slow":
             rates = f"{event['tokens_per_s']:.2g} tokens/s a sequence, the others {event['others_per_s']:.2g}"
             return f"{clean(event['engine'])} is slow: {rates}"
         case "skipped":
@@ -125,25 +127,6 @@ class _Running:
         return self.name + (f" {self.done}/{self.total}" if self.total else "")
 
 
-class Phase:
-    """A stretch of work with a name, shown until `done` is called, its `with` block ends, or another phase starts."""
-
-    def __init__(self, view: "View", name: str) -> None:
-        self._view, self._name = view, name
-
-    def progress(self, done: int, total: int) -> None:
-        self._view._change(lambda: self._view._phase_progress(self._name, done, total))
-
-    def done(self) -> None:
-        self._view._change(lambda: self._view._phase_end(self._name, "done"))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self._view._change(lambda: self._view._phase_end(self._name, "failed" if error else "done"))
-
-
 class View(ABC):
     """What both views share: the board, phases, and the promise that drawing never raises into the run."""
 
@@ -164,11 +147,6 @@ class View(ABC):
     def message(self, text: str) -> None:
         """Show one line that is no event, such as a warning."""
         self._change(lambda: self._say(clean(text)))
-
-    def phase(self, name: str) -> Phase:
-        """Say what is under way before, between or after training steps."""
-        self._change(lambda: self._phase_start(clean(name)))
-        return Phase(self, clean(name))
 
     def close(self) -> None:
         self._change(self._tell_drops)
@@ -201,6 +179,8 @@ class View(ABC):
     def _take(self, event: Event) -> None:
         self.board.on_event(event)
         line = describe(event)
+        if isinstance(event, Phase):
+            self._on_phase(event, clean(event.name))
         if event.kind == "dropped":
             self._drops_untold[str(event["reason"])] += len(event["groups"])
         if event.kind == "ended" or self._clock() - self._drops_told >= DROPS_TOLD_EVERY_S:
@@ -215,6 +195,17 @@ class View(ABC):
             self._say(f"dropped {num_groups} group{'s' * (num_groups != 1)}: {clean(reason)} ({total:,} in all)")
             self._drops_told = self._clock()
         self._drops_untold.clear()
+
+    def _on_phase(self, event: Phase, name: str) -> None:
+        match event.state:
+            case "started":
+                self._phase_start(name)
+            case "progress":
+                self._phase_progress(name, event.done, event.total)
+            case "finished":
+                self._phase_end(name, "done")
+            case _:
+                self._phase_end(name, "failed")
 
     def _phase_start(self, name: str) -> None:
         now = self._clock()

@@ -1,331 +1,312 @@
-"""The run's append-only log: what happened, in order. Resume, replay, metrics and the viewer read it and nothing else.
+"""The kinds of events: one frozen class each, documented where it is defined. This is all that a run's log can say.
 
-One JSON object a line: `seq` (from 0, without gaps), `time` (unix seconds), `kind`, and the fields of that kind. A
-number that is not finite is written as null. The controller is the only writer.
+An event is made without `seq` and `time`; the log stamps both when it appends. On disk an event is one JSON object on
+a line: `kind` (the class name in snake case), `seq`, `time`, and the fields of that kind. A number that is not finite
+is written as null, so a field that may be one allows None. To add a kind, add a class here; `Run` (run.py) folds it.
 
-  run_started   config, hardware, num_prompts, worst_staleness (null: no bound), config_hash
-  resumed       version, checkpoint_version, num_regenerated (groups begun again), lost_tokens
-  admitted      group, prompt (row), eta, version; a group begun again after a resume is not admitted a second time
-  finished      group, shard, offset, num_bytes, checksum (where its bytes lie), tokens (sampled, of its trajectories),
-                reward (mean, or null), lengths (sampled tokens per trajectory), stops (reason to count),
-                failures ([trajectory, reason, tokens] each), oldest, newest (versions, or null), seconds
-  dropped       groups, reason, tokens
-  taken         version (the weights being trained), groups (in id order)
-  trained       version (the new one), groups, tokens (sampled), started, seconds, wait_s (the trainer's, for this
-                batch), staleness_mean, staleness_max, reward, metrics (name to number), digest (of all new weights);
-                a batch trained again after a resume is neither taken nor trained a second time in the log
-  skipped       version (unchanged), groups (they leave here, as dropped for being non-finite), reason
-  swapped       version, engine, stage_s, pause_ms, interrupted, recomputed, parity_max_abs
-  stats         engine, version, running, waiting, num_generated, num_prefilled, num_recomputed, num_preempted, busy_s,
-                kv_used, kv_total, inflight, ready (groups), admission_wait_s, trainer_wait_s; counters start with the
-                engine's process; num_generated counts training only; each engine's last one, before `ended`, is final
-  evaluated     label (before, step, after), version, version_last, accuracy, num, mean_tokens, seconds
-  checkpointed  version, slot (a, b), seconds
-  checkpoint_failed  version, slot, cause; the slot's older checkpoint stays, and the next occasion tries again
-  worker_lost   worker, cause, groups (begun again elsewhere, under their own ids); a start that fails is a loss too
-  worker_restarted  worker, life (how often it was lost), seconds (it was away); it serves again from here
-  continued     engine (the one lost or left), requests (that go on elsewhere), tokens (they bring), seconds (the
-                longest of them was nowhere)
-  joined        engine, version (proved); it was asked for while the run went on, and serves from here
-  left          engine, cause (why it serves no more and is not replaced)
-  slow          engine, tokens_per_s, others_per_s (per running sequence)
-  ended         status (finished, failed, stopped), cause, ledger
-
-Invariants that live here:
- 13. Non-blocking generation, logging included: an append costs microseconds, a thread does the writing.
- 14. Crash safety: what an event names was made durable before the event was written, and a line torn by the
-     crash is cut off when the log is opened again.
+    log.append(Admitted(group=7, prompt=3, eta=4, version=2))
 """
 
-import asyncio
-import concurrent.futures as futures
-import fcntl
-import json
-import math
-import os
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+import re
+from typing import Any
 
-from headway.errors import DeadlineExceeded, HeadwayError
-from headway.files import fsync_directory, write_all
+import msgspec
 
-SCHEMA: dict[str, frozenset[str]] = {
-    kind: frozenset(fields.split())
-    for kind, fields in {
-        "run_started": "config hardware num_prompts worst_staleness config_hash",
-        "resumed": "version checkpoint_version num_regenerated lost_tokens",
-        "admitted": "group prompt eta version",
-        "finished": "group shard offset num_bytes checksum tokens reward lengths stops failures oldest newest seconds",
-        "dropped": "groups reason tokens",
-        "taken": "version groups",
-        "trained": "version groups tokens started seconds wait_s staleness_mean staleness_max reward metrics digest",
-        "skipped": "version groups reason",
-        "swapped": "version engine stage_s pause_ms interrupted recomputed parity_max_abs",
-        "stats": "engine version running waiting num_generated num_prefilled num_recomputed num_preempted busy_s "
-        "kv_used kv_total inflight ready admission_wait_s trainer_wait_s",
-        "evaluated": "label version version_last accuracy num mean_tokens seconds",
-        "checkpointed": "version slot seconds",
-        "checkpoint_failed": "version slot cause",
-        "worker_lost": "worker cause groups",
-        "worker_restarted": "worker life seconds",
-        "continued": "engine requests tokens seconds",
-        "joined": "engine version",
-        "left": "engine cause",
-        "slow": "engine tokens_per_s others_per_s",
-        "ended": "status cause ledger",
-    }.items()
-}
+from headway.types import Group, StopReason
+
+FORMAT = 2
+"""The version of this vocabulary, written into `run_started`: a log of another version is refused in one sentence."""
 
 
-@dataclass(frozen=True)
-class Event:
-    seq: int
-    time: float
-    kind: str
-    fields: Mapping[str, Any]
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<=.)([A-Z])", r"_\1", name).lower()
+
+
+class Event(
+    msgspec.Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True, tag_field="kind", tag=_snake_case
+):
+    """What all kinds share: `seq` counts from 0 without gaps, `time` is in unix seconds; both are the log's."""
+
+    seq: int = -1
+    time: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        return str(self.__struct_config__.tag)
 
     def __getitem__(self, field: str) -> Any:
-        return self.fields[field]
+        return getattr(self, field)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        names = [name for name in self.__struct_fields__ if name not in ("seq", "time")]
+        return {name: getattr(self, name) for name in names}
 
 
-def read(path: str | Path) -> list[Event]:
-    """Every whole event of a log; a torn last line, which a crash can leave, is passed over."""
-    try:
-        with open(path, "rb") as file:
-            return [event for event, _ in _scan(file, path)]
-    except OSError as error:
-        raise HeadwayError(f"cannot read the event log {path}: {error.strerror}; is this a run directory?") from error
+class RunStarted(Event, frozen=True, kw_only=True):
+    """The first event of every run."""
+
+    format: int = FORMAT
+    config: dict[str, Any]  # all of it, as `Config.model_dump` gives it
+    config_hash: str  # of the knobs that give the record its meaning
+    hardware: dict[str, Any]
+    num_prompts: int
+    rows: str = ""  # fingerprint of the training rows, in order; empty: not taken
+    worst_staleness: int | None  # None: without bound
 
 
-class EventLog:
-    """Appends events to one file. Appends come from one thread; a second one writes them, in order, many at a time.
+class ResumeStarted(Event, frozen=True, kw_only=True):
+    """A new process opened the log: the next incarnation of the run begins. Retraining follows, then `resumed`."""
 
-    `before_write` runs on the writing thread before any events are written: what they name must be durable first.
+    incarnation: int  # of the run; the first, which has no such event, is 0
+    hardware: dict[str, Any]
+
+
+class Resumed(Event, frozen=True, kw_only=True):
+    """A new incarnation of the run has retrained what the record holds and continues from there."""
+
+    version: int
+    checkpoint_version: int  # the steps since were trained again
+    num_regenerated: int  # admitted groups without a finished event, whose generation restarts
+    lost_tokens: int  # sampled for groups that had not finished
+
+
+class Phase(Event, frozen=True, kw_only=True):
+    """Work before, between or after training steps, such as starting workers: its start, its progress, its end."""
+
+    name: str
+    state: str  # started, progress, finished, failed
+    done: int = 0
+    total: int = 0  # 0: unknown
+    seconds: float = 0.0  # since it started
+
+
+class Warned(Event, frozen=True, kw_only=True):
+    """Something a person should know that changes no state, such as a damaged checkpoint that was skipped."""
+
+    message: str
+
+
+class Admitted(Event, frozen=True, kw_only=True):
+    """A group may be generated. Ids count from 0; one generated again after a resume is not admitted again."""
+
+    group: int
+    prompt: int  # row
+    eta: int
+    version: int  # the lowest confirmed by every engine that may serve it
+
+
+class FailedTrajectory(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """A trajectory without a reward: its place in the group, the reason, and the sampled tokens it wasted."""
+
+    trajectory: int
+    reason: str
+    tokens: int
+
+    @classmethod
+    def of(cls, group: Group) -> "tuple[FailedTrajectory, ...]":
+        return tuple(cls(failure.trajectory, failure.reason, failure.num_sampled) for failure in group.failures)
+
+
+class Finished(Event, frozen=True, kw_only=True):
+    """A group has all its trajectories and rewards, and its bytes are in the record."""
+
+    group: int
+    shard: str  # where the bytes lie, how many, and their checksum
+    offset: int
+    num_bytes: int
+    checksum: str
+    lengths: tuple[int, ...]  # sampled tokens of each trajectory
+    rewards: tuple[float | None, ...]  # of each trajectory
+    stops: tuple[StopReason | None, ...]  # of each trajectory: why its last completion stopped; None: it has none
+    failures: tuple[FailedTrajectory, ...] = ()
+    oldest: int | None  # versions of the oldest and newest sampled token; None: no token was sampled
+    newest: int | None
+    seconds: float  # since admission
+
+    @property
+    def tokens(self) -> int:
+        """Sampled, of its trajectories."""
+        return sum(self.lengths)
+
+    @property
+    def reward(self) -> float | None:
+        """The mean over its trajectories."""
+        known = [reward for reward in self.rewards if reward is not None]
+        return sum(known) / len(known) if known else None
+
+
+class Dropped(Event, frozen=True, kw_only=True):
+    """Groups that leave untrained."""
+
+    groups: tuple[int, ...]
+    reason: str  # a DropReason
+    tokens: int
+    failures: tuple[FailedTrajectory, ...] = ()  # where all trajectories of a group failed
+
+
+class Taken(Event, frozen=True, kw_only=True):
+    """A batch leaves the buffer for the trainer."""
+
+    version: int  # of the weights being trained
+    groups: tuple[int, ...]  # in id order
+
+
+class Trained(Event, frozen=True, kw_only=True):
+    """A training step succeeded. A batch retrained after a resume is neither taken nor trained again in the log."""
+
+    version: int  # the new one
+    groups: tuple[int, ...]
+    tokens: int  # sampled
+    started: float
+    seconds: float
+    wait_s: float  # how long the trainer waited for this batch
+    staleness_mean: float
+    staleness_max: int
+    reward: float | None
+    metrics: dict[str, float | None]
+    digest: str  # of all new weights
+
+
+class Skipped(Event, frozen=True, kw_only=True):
+    """A training step that was not finite: the version stays, and its groups leave here, dropped as non-finite."""
+
+    version: int
+    groups: tuple[int, ...]
+    reason: str
+
+
+class Swapped(Event, frozen=True, kw_only=True):
+    """An engine runs a new version, verified."""
+
+    version: int
+    engine: str
+    stage_s: float
+    pause_ms: float
+    interrupted: int  # sequences in flight at the swap
+    recomputed: int  # tokens
+    parity_max_abs: float | None  # largest log-prob difference to the trainer on the probe
+
+
+class Stats(Event, frozen=True, kw_only=True):
+    """What one engine did since its last stats event, and its state now. Counts are differences and never restart.
+
+    Each engine's last one before `ended` is final. `admission_wait_s` and `trainer_wait_s` are the run's own, since
+    the last stats event of any engine.
     """
 
-    def __init__(
-        self, path: str | Path, before_write: Callable[[], None] = lambda: None, deadline_s: float = 600.0
-    ) -> None:
-        self.path = Path(path)
-        self._before_write = before_write
-        self._deadline_s = deadline_s
-        self._fd = _open_locked(self.path)
-        self._next_seq = self._cut_torn_tail()
-        self._subscribers: list[Callable[[Event], None]] = []
-        self._wake = threading.Condition()  # guards the four that follow
-        self._lines: list[str] = []
-        self._flushes: list[futures.Future[None]] = []
-        self._failure: Exception | None = None
-        self._closed = False
-        self._writer = threading.Thread(target=self._write_loop, name=f"write {self.path.name}", daemon=True)
-        self._writer.start()
-
-    def append(self, kind: str, /, **fields: Any) -> Event:
-        """Put an event at the end of the log; it is on disk after the next `flush`, and in order in any case."""
-        _check_schema(kind, fields.keys())
-        head = {"seq": self._next_seq, "time": time.time(), "kind": kind}
-        line = _to_line(head | fields)
-        # Read back from the line: subscribers see exactly what a later reader of the file will see.
-        event = _to_event(json.loads(line))
-        with self._wake:
-            self._check_open()
-            self._lines.append(line)
-            self._next_seq += 1
-            self._wake.notify()
-        for tell in self._subscribers:
-            tell(event)
-        return event
-
-    def subscribe(self, callback: Callable[[Event], None]) -> None:
-        """Have `callback` called with every event from now on, inside the `append` that makes it."""
-        self._subscribers.append(callback)
-
-    async def flush(self) -> None:
-        """Return once everything appended so far is on disk."""
-        with self._wake:
-            self._check_open()
-            done = self._request_flush()
-        try:
-            async with asyncio.timeout(self._deadline_s):  # wait_for, on Python 3.11, can lose a cancellation
-                await asyncio.wrap_future(done)
-        except TimeoutError:
-            raise self._too_slow() from None
-
-    def close(self) -> None:
-        """Bring everything to disk and release the log to other processes."""
-        with self._wake:
-            if self._closed:
-                return
-            self._closed = True
-            last = [] if self._failure else [self._request_flush()]
-        if futures.wait(last, self._deadline_s).not_done:
-            raise self._too_slow()
-        self._writer.join()
-        os.close(self._fd)
-        if self._failure:
-            raise self._failure
-
-    def _request_flush(self) -> "futures.Future[None]":
-        done: futures.Future[None] = futures.Future()
-        self._flushes.append(done)
-        self._wake.notify()
-        return done
-
-    def _check_open(self) -> None:
-        if self._failure:
-            raise self._failure
-        if self._closed:
-            raise ValueError(f"{self.path} is closed")
-
-    def _too_slow(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"writing {self.path} to disk took longer than {self._deadline_s:g} s; check the disk")
-
-    def _write_loop(self) -> None:
-        """Consumes appended lines, waits for some or for a flush, produces whole lines in the file."""
-        closing = False
-        while not closing:
-            with self._wake:
-                self._wake.wait_for(lambda: self._lines or self._flushes)
-                lines, self._lines = self._lines, []
-                flushes, self._flushes = self._flushes, []
-                closing = self._closed
-            try:
-                self._write(lines, durable=bool(flushes))
-            except Exception as error:  # whatever it is, those who append and flush must hear of it
-                self._fail(error, flushes)
-                return
-            for done in flushes:
-                if done.set_running_or_notify_cancel():
-                    done.set_result(None)
-
-    def _write(self, lines: list[str], durable: bool) -> None:
-        self._before_write()
-        try:
-            write_all(self._fd, "".join(lines).encode())
-            if durable:
-                os.fsync(self._fd)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
-
-    def _fail(self, error: Exception, flushes: list["futures.Future[None]"]) -> None:
-        with self._wake:
-            self._failure = error
-            flushes += self._flushes
-        for done in flushes:
-            if done.set_running_or_notify_cancel():
-                done.set_exception(error)
-
-    def _cut_torn_tail(self) -> int:
-        """Truncate the file to its last whole event and return the next `seq`."""
-        next_seq, end = 0, 0
-        try:
-            with open(self.path, "rb") as file:
-                for event, end in _scan(file, self.path):  # noqa: B007
-                    next_seq = event.seq + 1
-            if os.fstat(self._fd).st_size > end:
-                os.ftruncate(self._fd, end)
-        except BaseException:
-            os.close(self._fd)
-            raise
-        return next_seq
+    engine: str
+    version: int
+    seconds: float  # the time that the differences cover
+    generated: int  # tokens, for training only
+    prefilled: int
+    recomputed: int
+    preempted: int
+    busy_s: float
+    running: int  # sequences now
+    waiting: int
+    kv_used: int  # tokens now
+    kv_total: int
+    inflight: int  # groups now
+    ready: int  # groups now
+    admission_wait_s: float
+    trainer_wait_s: float
 
 
-def is_being_written(path: Path) -> bool:
-    """Whether some process, a run that goes on, holds the log at `path`."""
-    try:
-        fd = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+class Evaluated(Event, frozen=True, kw_only=True):
+    """Held-out accuracy over the problems with a verdict."""
+
+    label: str  # before, step, after
+    version: int  # the newest when it began
+    version_last: int  # of the newest token sampled for it
+    accuracy: float | None
+    num: int  # problems with a verdict
+    num_failed: int = 0  # problems without one
+    mean_tokens: float
+    seconds: float
 
 
-def cannot_write(path: Path, error: OSError) -> HeadwayError:
-    return HeadwayError(f"cannot write {path}: {error.strerror}; make room or repair the disk, then resume the run")
+class Checkpointed(Event, frozen=True, kw_only=True):
+    """A checkpoint is durable; it replaces what its slot held."""
+
+    version: int
+    slot: str  # a or b
+    seconds: float
 
 
-def _open_locked(path: Path) -> int:
-    try:
-        # Not inheritable (Python's default), so that no worker started later keeps the lock of a dead controller.
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    except OSError as error:
-        raise HeadwayError(f"cannot open the event log {path}: {error.strerror}; check run.dir") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fsync_directory(path.parent)
-    except BlockingIOError:
-        os.close(fd)
-        raise HeadwayError(
-            f"{path} is being written by another run; wait until it ends, stop it, or choose another run.dir"
-        ) from None
-    except OSError as error:
-        os.close(fd)
-        raise HeadwayError(f"cannot lock the event log {path}: {error.strerror}; choose a local run.dir") from error
-    return fd
+class CheckpointFailed(Event, frozen=True, kw_only=True):
+    """A checkpoint could not be written; the slot's older one stays, and the next occasion tries again."""
+
+    version: int
+    slot: str
+    cause: str
 
 
-def _scan(file: BinaryIO, path: str | Path) -> Iterator[tuple[Event, int]]:
-    """Whole events, each with the offset of its end. A line that is no JSON is torn if it is the last, else damage."""
-    end, damage = 0, ""
-    for number, line in enumerate(file, 1):
-        if damage:
-            raise HeadwayError(damage)
-        where = f"the event log {path} is damaged at line {number}"
-        try:
-            values = json.loads(line.decode()) if line.endswith(b"\n") else None
-        except ValueError:
-            values = None
-        if values is None:
-            damage = f"{where}, which is not a JSON object; restore the file from a copy"
-            continue
-        yield _checked_event(values, number - 1, where), (end := end + len(line))
+class WorkerLost(Event, frozen=True, kw_only=True):
+    """A worker died, hung, was found faulty, or failed to start."""
+
+    worker: str
+    cause: str
+    groups: tuple[int, ...]  # generation restarts elsewhere, under the same ids
 
 
-def _checked_event(values: Any, seq: int, where: str) -> Event:
-    if not isinstance(values, dict) or values.get("seq") != seq or not isinstance(values.get("time"), int | float):
-        raise HeadwayError(f"{where}, which is not event {seq}; restore the file from a copy")
-    event = _to_event(values)
-    try:
-        _check_schema(event.kind, event.fields.keys())
-    except ValueError as error:
-        raise HeadwayError(f"{where}: {error}; was it written by another version of Headway?") from None
-    return event
+class WorkerRestarted(Event, frozen=True, kw_only=True):
+    """A new incarnation of a lost worker serves."""
+
+    worker: str
+    incarnation: int  # how often it was lost before
+    seconds: float  # since the loss
 
 
-def _to_event(values: dict[str, Any]) -> Event:
-    return Event(values.pop("seq"), values.pop("time"), values.pop("kind", ""), values)
+class Retried(Event, frozen=True, kw_only=True):
+    """Requests of a lost or leaving engine continue on other engines with the tokens received so far."""
+
+    engine: str
+    requests: int
+    tokens: int
+    seconds: float  # the longest time that one of them was on no engine
 
 
-def _check_schema(kind: str, fields: Iterable[str]) -> None:
-    if kind not in SCHEMA:
-        raise ValueError(f"unknown kind of event {kind!r}")
-    if SCHEMA[kind] != set(fields):
-        missing, unknown = sorted(SCHEMA[kind] - set(fields)), sorted(set(fields) - SCHEMA[kind])
-        raise ValueError(f"event {kind} lacks the fields {missing} and has the unknown fields {unknown}")
+class EngineJoined(Event, frozen=True, kw_only=True):
+    """An engine added during the run serves."""
+
+    engine: str
+    version: int  # verified
 
 
-def _to_line(values: dict[str, Any]) -> str:
-    try:
-        line = json.dumps(values, allow_nan=False)
-    except ValueError:
-        line = json.dumps(_finite(values), allow_nan=False)
-    return line + "\n"
+class EngineLeft(Event, frozen=True, kw_only=True):
+    """An engine is gone and is not replaced."""
+
+    engine: str
+    cause: str
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+class EngineSlow(Event, frozen=True, kw_only=True):
+    """An engine decodes far slower than the others."""
+
+    engine: str
+    tokens_per_s: float  # per running sequence
+    others_per_s: float
+
+
+class TokenCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Generated tokens by fate: generated = trained + waiting + in_flight + dropped + lost."""
+
+    generated: int = 0
+    trained: int = 0
+    waiting: int = 0  # of finished groups that were neither trained nor dropped
+    in_flight: int = 0  # of groups that have not finished
+    dropped: dict[str, int] = {}  # by reason
+    lost: int = 0  # with workers and processes
+    recomputed: int = 0  # work done twice, not a fate
+
+
+class Ended(Event, frozen=True, kw_only=True):
+    """The last event of an incarnation of the run that could still write one."""
+
+    status: str  # finished, failed, stopped
+    cause: str
+    tokens: TokenCounts
+
+
+KINDS: dict[str, type[Event]] = {str(kind.__struct_config__.tag): kind for kind in Event.__subclasses__()}

@@ -36,28 +36,10 @@ class Look:
         return min(1.0, max(0.0, self.busy_s / self.seconds))
 
 
-class Looks:
-    """Turns the cumulative counters of stats events into differences; they start from zero with each process life."""
-
-    def __init__(self) -> None:
-        self._life_began: float | None = None
-        self._previous: dict[str, tuple[float, int, float]] = {}
-
-    def on_event(self, event: Event) -> Look | None:
-        if event.kind in ("run_started", "resumed"):
-            self._life_began = event.time
-            self._previous.clear()
-        if event.kind in ("worker_restarted", "joined"):
-            self._previous[str(event.fields.get("worker", event.fields.get("engine")))] = (event.time, 0, 0.0)
-        if event.kind != "stats":
-            return None
-        engine = str(event["engine"])
-        began = event.time if self._life_began is None else self._life_began
-        time, generated, busy_s = self._previous.get(engine, (began, 0, 0.0))
-        self._previous[engine] = (event.time, event["num_generated"], event["busy_s"])
-        if event.time <= time or event["num_generated"] < generated:
-            return None
-        return Look(engine, time, event.time, event["num_generated"] - generated, event["busy_s"] - busy_s)
+def look_of(event: Event) -> Look | None:
+    if event.kind != "stats" or event["seconds"] <= 0:
+        return None
+    return Look(event["engine"], event.time - event["seconds"], event.time, event["generated"], event["busy_s"])
 
 
 class History:
@@ -67,13 +49,12 @@ class History:
         self.by_kind: dict[str, list[Event]] = {}
         self.lives: list[list[Event]] = []
         self.looks: list[Look] = []
-        looks = Looks()
         for event in events:
             self.by_kind.setdefault(event.kind, []).append(event)
-            if event.kind == "resumed" or not self.lives:
+            if event.kind == "resume_started" or not self.lives:
                 self.lives.append([])
             self.lives[-1].append(event)
-            if (look := looks.on_event(event)) is not None:
+            if (look := look_of(event)) is not None:
                 self.looks.append(look)
         self._starts = [life[0].time for life in self.lives]
         lengths = [life[-1].time - life[0].time for life in self.lives]
@@ -106,5 +87,5 @@ class History:
         return spans
 
     def last_stats(self) -> list[dict[str, Event]]:
-        """Each life's last look at each engine: counters are final there."""
+        """Each life's last look at each engine."""
         return [{str(event["engine"]): event for event in life if event.kind == "stats"} for life in self.lives]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from headway.errors import InvariantBroken
-from headway.record.events import Event
+from headway.record.events import Event, TokenCounts
 from headway.record.shards import ShardRef
 from headway.types import DropReason
 
@@ -69,6 +69,8 @@ class RunState:
         match event.kind:
             case "run_started":
                 self._on_run_started(event)
+            case "resume_started":
+                self.status = self.cause = ""
             case "resumed":
                 self._on_resumed(event)
             case "admitted":
@@ -179,27 +181,6 @@ def _broken(event: Event, sentence: str) -> NoReturn:
     raise InvariantBroken(f"the event log contradicts itself at line {event.seq + 1}: {sentence}")
 
 
-@dataclass
-class _EngineCounter:
-    """A cumulative count of one engine; one that falls was begun again by a new process."""
-
-    earlier: int = 0
-    latest: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.earlier + self.latest
-
-    def look(self, count: int) -> None:
-        if count < self.latest:
-            self.begin_again()
-        self.latest = count
-
-    def begin_again(self) -> None:
-        self.earlier += self.latest
-        self.latest = 0
-
-
 class Ledger:
     """Generated tokens by fate: generated = trained + waiting + in flight + dropped + lost, at every moment.
 
@@ -222,9 +203,8 @@ class Ledger:
         self._lost_here = 0  # in this process life
         self._has_lost_engines = False  # then what they sampled after their last look was never counted
         self._generated_before = 0  # in earlier process lives
-        self._recomputed_before = 0
-        self._generated: dict[str, _EngineCounter] = {}
-        self._recomputed: dict[str, _EngineCounter] = {}
+        self.recomputed = 0  # tokens whose keys and values were computed again; work, not a fate
+        self._counted = 0  # by engines, in this process life
 
     @property
     def generated(self) -> int:
@@ -239,21 +219,11 @@ class Ledger:
     def in_flight(self) -> int:
         return max(0, self._counted - self._brought_home - self._lost_here)
 
-    @property
-    def recomputed(self) -> int:
-        """Tokens whose keys and values were computed again; work, not a fate."""
-        return self._recomputed_before + sum(counter.total for counter in self._recomputed.values())
-
-    @property
-    def _counted(self) -> int:
-        return sum(counter.total for counter in self._generated.values())
-
     def on_event(self, event: Event) -> None:
         match event.kind:
             case "stats":
-                engine = event["engine"]
-                self._generated.setdefault(engine, _EngineCounter()).look(event["num_generated"])
-                self._recomputed.setdefault(engine, _EngineCounter()).look(event["num_recomputed"])
+                self._counted += event["generated"]
+                self.recomputed += event["recomputed"]
             case "finished":
                 self._on_finished(event)
             case "trained":
@@ -275,9 +245,6 @@ class Ledger:
 
     def _on_worker_lost(self, event: Event) -> None:
         self._has_lost_engines |= event["worker"].startswith("engine")
-        for counters in (self._generated, self._recomputed):
-            if event["worker"] in counters:
-                counters[event["worker"]].begin_again()
 
     def finish(self) -> None:
         """Every group has left: what no group has brought home is not being written any more."""
@@ -292,9 +259,9 @@ class Ledger:
         self.finished += event["tokens"]
         self._untrained[event["group"]] = event["tokens"]
         self._brought_home += event["tokens"]
-        for _, reason, tokens in event["failures"]:
-            self.dropped[f"trajectory: {_short(reason)}"] += tokens
-            self._brought_home += tokens
+        for failure in event["failures"]:
+            self.dropped[f"trajectory: {_short(failure.reason)}"] += failure.tokens
+            self._brought_home += failure.tokens
 
     def _on_dropped(self, event: Event) -> None:
         groups = [group for group in event["groups"] if group not in self._skipped]
@@ -319,11 +286,8 @@ class Ledger:
     def _on_resumed(self, event: Event) -> None:
         self._lose(max(self.in_flight, event["lost_tokens"]))
         self._generated_before += self._brought_home + self._lost_here
-        self._recomputed_before = self.recomputed
-        self._brought_home = self._lost_here = 0
+        self._brought_home = self._lost_here = self._counted = 0
         self._has_lost_engines = False
-        self._generated.clear()
-        self._recomputed.clear()
         self.status = ""
 
     def check(self) -> None:
@@ -332,7 +296,7 @@ class Ledger:
         if self.finished != sum(parts.values()):
             told = ", ".join(f"{tokens} {fate}" for fate, tokens in parts.items())
             raise InvariantBroken(f"the ledger does not add up: {self.finished} tokens finished, but {told}")
-        exact = self._generated and not self._has_lost_engines
+        exact = self._counted and not self._has_lost_engines
         if self.status == "finished" and exact and self._counted < self._brought_home:
             missing = self._brought_home - self._counted
             raise InvariantBroken(f"the ledger does not add up: groups hold {missing} tokens that no engine generated")
@@ -349,17 +313,16 @@ class Ledger:
             ("recomputed", self.recomputed),
         ]
 
-    def to_dict(self) -> dict[str, Any]:
-        """For the `ended` event and summary.json."""
-        return {
-            "generated": self.generated,
-            "trained": self.trained,
-            "waiting": self.waiting,
-            "in_flight": self.in_flight,
-            "dropped": dict(sorted(self.dropped.items())),
-            "lost": self.lost,
-            "recomputed": self.recomputed,
-        }
+    def counts(self) -> TokenCounts:
+        return TokenCounts(
+            generated=self.generated,
+            trained=self.trained,
+            waiting=self.waiting,
+            in_flight=self.in_flight,
+            dropped=dict(sorted(self.dropped.items())),
+            lost=self.lost,
+            recomputed=self.recomputed,
+        )
 
 
 def ledger(events: Iterable[Event]) -> Ledger:

@@ -15,7 +15,7 @@ import os
 import struct
 import sys
 import typing
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
@@ -28,11 +28,11 @@ from headway import codec
 from headway.codec import noun
 from headway.errors import ConfigError, HeadwayError
 from headway.files import fsync_directory, write_all
-from headway.record.events import Event, EventLog, cannot_write
+from headway.record.events import FailedTrajectory, Finished
+from headway.record.log import EVENTS_NAME, EventLog, cannot_write
 from headway.types import NOT_SAMPLED, Floats, Group, Ints
 
 SHARD_BYTES = 64 * 2**20
-EVENTS_NAME = "events.jsonl"
 RECORD_NAME = "record"
 
 _LENGTH = struct.Struct("<Q")
@@ -157,17 +157,26 @@ class RunLog(EventLog):
         # The writer takes the waiting events first and the waiting bytes second: no event overtakes bytes it names.
         super().__init__(directory / EVENTS_NAME, before_write=self.record.fsync, deadline_s=deadline_s)
 
-    def finished(self, group: Group, seconds: float) -> Event:
+    def finished(self, group: Group, seconds: float) -> Finished:
         """Record a finished group, `seconds` after its admission."""
         ref = self.record.append(group)
+        sampled = [[s.versions[s.versions != NOT_SAMPLED] for s in t.sequences] for t in group.trajectories]
+        spans = [(int(versions.min()), int(versions.max())) for t in sampled for versions in t if len(versions)]
         return self.append(
-            "finished",
-            shard=ref.shard,
-            offset=ref.offset,
-            num_bytes=ref.num_bytes,
-            checksum=ref.checksum,
-            **_describe(group),
-            seconds=seconds,
+            Finished(
+                group=group.id,
+                shard=ref.shard,
+                offset=ref.offset,
+                num_bytes=ref.num_bytes,
+                checksum=ref.checksum,
+                lengths=tuple(sum(map(len, sequences)) for sequences in sampled),
+                rewards=tuple(float(trajectory.reward) for trajectory in group.trajectories),
+                stops=tuple(trajectory.stops[-1] if trajectory.stops else None for trajectory in group.trajectories),
+                failures=FailedTrajectory.of(group),
+                oldest=min((oldest for oldest, _ in spans), default=None),
+                newest=max((newest for _, newest in spans), default=None),
+                seconds=seconds,
+            )
         )
 
     def close(self) -> None:
@@ -176,24 +185,6 @@ class RunLog(EventLog):
         finally:
             if not self._writer.is_alive():  # a writer that hangs may yet use the files
                 self.record.close()
-
-
-def _describe(group: Group) -> dict[str, Any]:
-    """The fields of a `finished` event that the group itself knows."""
-    sampled = [[s.versions[s.versions != NOT_SAMPLED] for s in t.sequences] for t in group.trajectories]
-    spans = [(int(versions.min()), int(versions.max())) for t in sampled for versions in t if len(versions)]
-    lengths = [sum(map(len, sequences)) for sequences in sampled]
-    rewards = [trajectory.reward for trajectory in group.trajectories]
-    return {
-        "group": group.id,
-        "tokens": sum(lengths),
-        "reward": sum(rewards) / len(rewards) if rewards else None,
-        "lengths": lengths,
-        "stops": Counter(stop.value for trajectory in group.trajectories for stop in trajectory.stops),
-        "failures": [[failure.trajectory, failure.reason, failure.num_sampled] for failure in group.failures],
-        "oldest": min((oldest for oldest, _ in spans), default=None),
-        "newest": max((newest for _, newest in spans), default=None),
-    }
 
 
 def write_jsonl(path: str | Path, groups: Iterable[Group]) -> int:

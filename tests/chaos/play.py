@@ -17,8 +17,9 @@ from chaos.faults import INSIDE, NotDone, harm, lost_worker, names_cause, proces
 from chaos.scenario import BATCH_GROUPS, FAULTS_PER_RUN, NUM_STEPS, STEPS_PER_FAULT, Run, Scenario
 from chaos.verdict import problems_of, problems_of_the_end
 from headway.config import Config, load
-from headway.record.events import Event, read
+from headway.record.events import Event
 from headway.record.ledger import fold
+from headway.record.log import read
 
 TASK = """
 import json, os, time
@@ -150,7 +151,7 @@ def undisturbed_digest(home: Path, model: str) -> str:
 
 def is_down(worker: str, events: list[Event]) -> bool:
     """Whether a worker was lost and is not back."""
-    fates = [event.kind for event in events if event.fields.get("worker") == worker]
+    fates = [event.kind for event in events if getattr(event, "worker", None) == worker]
     return bool(fates) and fates[-1] == "worker_lost"
 
 
@@ -295,7 +296,7 @@ class Play:
             version = fold(events).num_trained
             self.pace(_WAITING_S if version > share - 10 else _USUAL_S)
             has_noticed = not victim or any(
-                event.kind == "worker_lost" and event["worker"] == victim for event in events[first:]
+                event.kind == "worker_lost" and event.worker == victim for event in events[first:]
             )
             if has_noticed and version >= before + _WELL_AFTER:
                 return True
@@ -306,9 +307,9 @@ class Play:
     def _judge(self, verdict: Verdict, first: int) -> None:
         """What the log and the files say now."""
         events = self.events()
-        verdict.lost = sorted({event["worker"] for event in events[first:] if event.kind == "worker_lost"})
+        verdict.lost = sorted({event.worker for event in events[first:] if event.kind == "worker_lost"})
         if verdict.scenario.victim in ("engine", "server"):
-            moments = [event.time for event in events[first:] if event.kind == "continued"]
+            moments = [event.time for event in events[first:] if event.kind == "retried"]
             verdict.continued_s = [moment - verdict.when for moment in moments if moment > verdict.when]
         verdict.outcome = verdict.outcome or "recovered"
         if events:

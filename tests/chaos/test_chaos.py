@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from system import events_of, make_config, run_inline
 
@@ -31,7 +32,8 @@ from chaos.scenario import FAULTS_PER_RUN, LOTS, Scenario, draw, draw_run, draw_
 from chaos.verdict import problems_of, problems_of_the_end
 from headway.config import Config
 from headway.model.loading import load_config
-from headway.record.events import Event, read
+from headway.record.events import Event
+from headway.record.log import read
 
 ALL = set(LOTS)
 ROOT = Path(__file__).parents[2]
@@ -112,7 +114,7 @@ def played(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> tuple[C
 def doctored(events: list[Event], kind: str, number: int = 0, **fields: Any) -> list[Event]:
     """With other fields in the event of that kind and number; without any, the event is gone."""
     found = [event for event in events if event.kind == kind][number]
-    other = [] if not fields else [dataclasses.replace(found, fields=dict(found.fields) | fields)]
+    other = [] if not fields else [msgspec.structs.replace(found, **fields)]
     place = events.index(found)
     return [*events[:place], *other, *events[place + 1 :]]
 
@@ -132,7 +134,7 @@ def test_a_run_without_faults_has_no_problems(played: tuple[Config, int]) -> Non
         (lambda events: doctored(events, "trained", 1), "fold of the log: .*a batch is taken for version 2"),
         (lambda events: doctored(events, "admitted", 4, prompt=99), "every prompt once"),
         (lambda events: doctored(events, "admitted", 1, version=3), "Eq. 3"),
-        (lambda events: [event for event in events if event.kind != "swapped" or event["version"] != 1], "Eq. 3"),
+        (lambda events: [event for event in events if event.kind != "swapped" or event.version != 1], "Eq. 3"),
         (lambda events: doctored(events, "trained", 2, tokens=1), "the ledger"),
         (lambda events: doctored(events, "trained", 2, staleness_max=9), "versions"),
         (lambda events: doctored(events, "trained", 3, staleness_max=-1), "the record: .* staleness . is not told"),
@@ -150,7 +152,7 @@ def test_a_doctored_log_is_found_out(
 def test_a_batch_that_is_trained_twice_is_found_out(played: tuple[Config, int]) -> None:
     config, vocab_size = played
     events = events_of(config)
-    first, second = [event["groups"] for event in events if event.kind == "trained"][:2]
+    first, second = [event.groups for event in events if event.kind == "trained"][:2]
     again = doctored(doctored(events, "trained", 1, groups=first), "taken", 1, groups=first)
     assert first != second
     assert problems_of(config, again, Path(config.run.dir), vocab_size)

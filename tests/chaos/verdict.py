@@ -51,14 +51,14 @@ def check_trained_once(events: Iterable[Event]) -> None:
     dropped: set[int] = set()
     for event in events:
         if event.kind == "trained":
-            again = trained & set(event["groups"]) or dropped & set(event["groups"])
+            again = trained & set(event.groups) or dropped & set(event.groups)
             assert not again, f"groups {sorted(again)} were trained twice, or after they were dropped"
-            assert len(set(event["groups"])) == len(event["groups"]), f"a group is twice in {event['groups']}"
-            trained |= set(event["groups"])
+            assert len(set(event.groups)) == len(event.groups), f"a group is twice in {event['groups']}"
+            trained |= set(event.groups)
         elif event.kind in ("dropped", "skipped"):
-            again = trained & set(event["groups"])
+            again = trained & set(event.groups)
             assert not again, f"groups {sorted(again)} were dropped after they were trained"
-            dropped |= set(event["groups"])
+            dropped |= set(event.groups)
 
 
 def check_groups(config: Config, events: list[Event], directory: Path, vocab_size: int) -> None:
@@ -66,10 +66,10 @@ def check_groups(config: Config, events: list[Event], directory: Path, vocab_siz
     state = fold(events)
     record = Record(directory / "record")
     groups = {group: record.load(where) for group, where in state.finished.items()}
-    finished = {event["group"]: event for event in events if event.kind == "finished"}
+    finished = {event.group: event for event in events if event.kind == "finished"}
     for group_id, group in groups.items():
         assert group.id == group_id, f"the bytes of group {group_id} are those of {group.id}"
-        assert group.num_sampled == finished[group_id]["tokens"], f"group {group_id} holds another number of tokens"
+        assert group.num_sampled == finished[group_id].tokens, f"group {group_id} holds another number of tokens"
         assert group.prompt_index == state.admitted[group_id].prompt, f"group {group_id} answers another prompt"
         _check_group(group, vocab_size, state)
     _check_staleness(config, events, groups)
@@ -88,12 +88,12 @@ def _check_group(group: Group, vocab_size: int, state: RunState) -> None:
 
 
 def _check_staleness(config: Config, events: list[Event], groups: dict[int, Group]) -> None:
-    worst = next(event["worst_staleness"] for event in events if event.kind == "run_started")
+    worst = next(event.worst_staleness for event in events if event.kind == "run_started")
     for event in events:
         if event.kind == "trained":
-            batch = Batch(event["version"] - 1, tuple(groups[group] for group in event["groups"]))
+            batch = Batch(event.version - 1, tuple(groups[group] for group in event.groups))
             staleness = max(batch.staleness)
             assert worst is None or staleness <= worst, (
                 f"version {event['version']} was trained on data {staleness} old"
             )
-            assert staleness == event["staleness_max"], f"version {event['version']}: staleness {staleness} is not told"
+            assert staleness == event.staleness_max, f"version {event['version']}: staleness {staleness} is not told"

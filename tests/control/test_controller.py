@@ -7,7 +7,6 @@ Invariant 14: crash safety, after whatever event it comes.
 """
 
 import asyncio
-import io
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -27,8 +26,8 @@ from headway.control.workers import Fleet, Generation, Workers
 from headway.engine.fake import FakeEngine
 from headway.engine.protocol import KvPolicy
 from headway.errors import DeadlineExceeded, InvariantBroken, RunFailed, WeightMismatch
-from headway.monitor.view import PlainView
-from headway.record.events import Event, read
+from headway.record.events import Event
+from headway.record.log import read
 from headway.record.shards import RunLog
 from headway.rollout.reward_pool import RewardPool
 from headway.rollout.worker import RolloutWorker
@@ -161,9 +160,9 @@ def most_waiting(events: list[Event]) -> int:
     untaken, most = set[int](), 0
     for event in events:
         if event.kind == "admitted":
-            untaken.add(event["group"])
+            untaken.add(event.group)
         elif event.kind in ("taken", "dropped"):
-            untaken -= set(event["groups"])
+            untaken -= set(event.groups)
         most = max(most, len(untaken))
     return most
 
@@ -174,7 +173,7 @@ def test_invariant_1_the_version_that_admits_is_the_lowest_of_all_engines(make_s
     stage = make_stage(sections, engines=engines)
     events = stage.run()
     check_finished(stage.config, events)
-    behind = {event["version"] for event in events if event.kind == "swapped" and event["engine"] == "engine-0"}
+    behind = {event.version for event in events if event.kind == "swapped" and event.engine == "engine-0"}
     assert behind == set(range(9))
 
 
@@ -185,7 +184,7 @@ def test_weights_are_staged_to_all_engines_at_the_same_time(make_stage: MakeStag
     events = stage.run()
     check_finished(stage.config, events)
     for engine in ("engine-0", "engine-1", "engine-2"):
-        swapped = [event["version"] for event in events if event.kind == "swapped" and event["engine"] == engine]
+        swapped = [event.version for event in events if event.kind == "swapped" and event.engine == engine]
         assert swapped == [0, 1, 2, 3, 4]
 
 
@@ -194,7 +193,7 @@ def test_two_processes_worth_of_groups_really_overlap_with_training(make_stage: 
     stage = make_stage({"run": {"steps": 8}, "staleness": {"max_staleness": 4}})
     stage.trainer.pace = drawn_pace(1)
     events = stage.run()
-    assert max(event["staleness_max"] for event in events if event.kind == "trained") >= 2
+    assert max(event.staleness_max for event in events if event.kind == "trained") >= 2
     in_training = False
     finished_meanwhile = 0
     for event in events:
@@ -207,14 +206,14 @@ def test_staleness_is_0_throughout_at_eta_0(make_stage: MakeStage) -> None:
     stage = make_stage({"run": {"steps": 6}, "staleness": {"max_staleness": 0}})
     stage.trainer.pace = drawn_pace(2)
     events = stage.run()
-    assert {event["staleness_max"] for event in events if event.kind == "trained"} == {0}
+    assert {event.staleness_max for event in events if event.kind == "trained"} == {0}
 
 
 def test_every_version_is_swapped_into_the_engine_and_its_pause_recorded(make_stage: MakeStage) -> None:
     stage = make_stage({"run": {"steps": 5}})
     swapped = [event for event in stage.run() if event.kind == "swapped"]
-    assert [event["version"] for event in swapped] == [0, 1, 2, 3, 4, 5]
-    assert all(event["parity_max_abs"] == 0 for event in swapped)
+    assert [event.version for event in swapped] == [0, 1, 2, 3, 4, 5]
+    assert all(event.parity_max_abs == 0 for event in swapped)
 
 
 @dataclass
@@ -269,11 +268,11 @@ def test_training_does_not_wait_for_a_checkpoint_to_be_written(make_stage: MakeS
     stage.trainer = SlowDisk(stage.trainer.worst_staleness, last_version=8)
     events = stage.run()
     check_finished(stage.config, events)
-    written = [event["version"] for event in events if event.kind == "checkpointed"]
+    written = [event.version for event in events if event.kind == "checkpointed"]
     assert written == [version for version in range(1, 9) if version % every == 0 or version == 8]
-    order = [(event.kind, event["version"]) for event in events if event.kind in ("taken", "checkpointed")]
+    order = [(event.kind, event.version) for event in events if event.kind in ("taken", "checkpointed")]
     assert all(order.index(("checkpointed", version)) > order.index(("taken", version)) for version in written[:-1])
-    slot = [event["slot"] for event in events if event.kind == "checkpointed"][-1]
+    slot = [event.slot for event in events if event.kind == "checkpointed"][-1]
     assert json.loads((stage.directory / "checkpoint" / slot).read_text())[0] == 8
 
 
@@ -321,9 +320,9 @@ def test_invariant_14_a_crash_after_any_event_loses_nothing(make_stage: MakeStag
     crash_after(num_kept, first, crashed)
     resumed = crashed.run()
     check_finished(crashed.config, resumed)
-    assert [event.fields for event in resumed[:num_kept]] == [event.fields for event in events[:num_kept]]
-    trained = [event["digest"] for event in resumed if event.kind == "trained"]
-    kept = [event["digest"] for event in events[:num_kept] if event.kind == "trained"]
+    assert resumed[:num_kept] == events[:num_kept]
+    trained = [event.digest for event in resumed if event.kind == "trained"]
+    kept = [event.digest for event in events[:num_kept] if event.kind == "trained"]
     assert trained[: len(kept)] == kept
 
 
@@ -336,8 +335,8 @@ def crash_after(num_events: int, run: Stage, into: Stage) -> None:
     (into.directory / "checkpoint").mkdir()
     for event in read(into.directory / "events.jsonl"):
         if event.kind == "checkpointed":
-            state = [event["version"], run.trainer.weights_at[event["version"]]]
-            (into.directory / "checkpoint" / event["slot"]).write_text(json.dumps(state))
+            state = [event.version, run.trainer.weights_at[event.version]]
+            (into.directory / "checkpoint" / event.slot).write_text(json.dumps(state))
 
 
 def test_a_resume_that_trains_to_other_weights_is_refused(make_stage: MakeStage) -> None:
@@ -357,10 +356,10 @@ def test_a_step_that_is_not_finite_drops_its_groups_and_adds_no_version(make_sta
     stage = make_stage({"run": {"steps": 5}}, not_finite=frozenset({0, 2, 3}))
     events = stage.run()
     state = check_finished(stage.config, events)
-    skipped = [group for event in events if event.kind == "skipped" for group in event["groups"]]
+    skipped = [group for event in events if event.kind == "skipped" for group in event.groups]
     assert len(skipped) == 9 and set(state.dropped) == set(skipped)
     assert set(state.dropped.values()) == {"non_finite"}
-    assert [event["version"] for event in events if event.kind == "skipped"] == [0, 1, 1]
+    assert [event.version for event in events if event.kind == "skipped"] == [0, 1, 1]
 
 
 def test_steps_in_a_row_that_are_not_finite_end_the_run_with_a_sentence(make_stage: MakeStage) -> None:
@@ -379,7 +378,7 @@ def test_invariant_11_an_engine_that_runs_other_weights_stops_the_run(make_stage
     stage = make_stage({"run": {"steps": 9}}, engines=[Liar(mean_tokens=6.0)])
     with pytest.raises(WeightMismatch, match="engine runs other weights than version 2: weights differs"):
         stage.run()
-    swapped = [event["version"] for event in read(stage.directory / "events.jsonl") if event.kind == "swapped"]
+    swapped = [event.version for event in read(stage.directory / "events.jsonl") if event.kind == "swapped"]
     assert swapped == [0, 1], "a version that was not proved must not count as confirmed"
 
 
@@ -389,8 +388,8 @@ def test_invariant_11_a_version_that_one_of_several_engines_did_not_prove_admits
         stage.run()
     events = read(stage.directory / "events.jsonl")
     check_record(stage.config, events)
-    assert {event["version"] for event in events if event.kind == "admitted"} <= {0, 1}
-    assert [event["version"] for event in events if event.kind == "swapped" and event["engine"] == "engine-1"] == [0, 1]
+    assert {event.version for event in events if event.kind == "admitted"} <= {0, 1}
+    assert [event.version for event in events if event.kind == "swapped" and event.engine == "engine-1"] == [0, 1]
 
 
 def test_the_wait_for_a_batch_never_loses_a_cancellation(make_stage: MakeStage, tmp_path: Path) -> None:
@@ -404,8 +403,7 @@ def test_the_wait_for_a_batch_never_loses_a_cancellation(make_stage: MakeStage, 
         progress = Progress(0, staleness, buffer, [])
         workers = Workers(Generation({}, {}, cast(RewardPool, stage.rewards)), cast(Trainer, stage.trainer))
         fleet = Fleet(InlineRuntime(), stage.config, None)
-        view = PlainView(io.StringIO())
-        controller = Controller(stage.config, fleet, workers, stage.tasks(), progress, log, tmp_path, view)
+        controller = Controller(stage.config, fleet, workers, stage.tasks(), progress, log, tmp_path)
         taking = asyncio.create_task(controller._take_batch())
         await asyncio.sleep(0.01)
         buffer.put(Group(staleness.admit(0), 0, 0, 0, ()))
@@ -472,4 +470,4 @@ def test_an_error_is_never_a_reward_in_a_held_out_measurement(make_stage: MakeSt
     with pytest.raises(RunFailed):
         stage.run()
     (before,) = [event for event in read(stage.directory / "events.jsonl") if event.kind == "evaluated"]
-    assert before["num"] == 0 and before["accuracy"] is None
+    assert before.num == 0 and before.accuracy is None

@@ -76,8 +76,8 @@ def test_invariant_11_a_run_makes_the_same_weights_by_every_way(tmp_path: Path, 
         run_inline(config)
         events = events_of(config)
         check_finished(config, events)
-        digests[transport] = [event["digest"] for event in events if event.kind == "trained"]
-        assert max(event["parity_max_abs"] for event in events if event.kind == "swapped") < 1e-5
+        digests[transport] = [event.digest for event in events if event.kind == "trained"]
+        assert max(event.parity_max_abs for event in events if event.kind == "swapped") < 1e-5
         kept = sorted(path.name for path in (Path(config.run.dir) / "weights").glob("*"))
         assert kept == (["version-1", "version-2"] if transport == "disk" else [])
     assert digests["auto"] == digests["stream"] == digests["disk"] and len(set(digests["auto"])) == 2
@@ -93,4 +93,4 @@ def test_invariant_11_engines_in_processes_are_sent_their_weights(tmp_path: Path
         assert run.wait() == 0, run.output
     check_finished(config, run.events())
     swapped = [event for event in run.events() if event.kind == "swapped"]
-    assert len(swapped) == 2 * (config.run.steps + 1) and max(e["parity_max_abs"] for e in swapped) < 1e-5
+    assert len(swapped) == 2 * (config.run.steps + 1) and max(e.parity_max_abs for e in swapped) < 1e-5

@@ -16,8 +16,9 @@ from headway.config import Config, InitSection, validate
 from headway.model.loading import build_model
 from headway.model.tokenizer import build_character_tokenizer
 from headway.monitor.view import open_view
-from headway.record.events import Event, read
+from headway.record.events import Event
 from headway.record.ledger import fold
+from headway.record.log import read
 from headway.record.shards import Record
 from headway.training.checkpoint import save_model
 
@@ -72,12 +73,12 @@ def test_invariant_4_eta_zero_equals_the_synchronous_loop_bit_for_bit(
     trained = [event for event in events if event.kind == "trained"]
     assert len(trained) == len(expected) == config.run.steps
     for event, step in zip(trained, expected, strict=True):
-        groups = tuple(record.load(state.finished[group]) for group in event["groups"])
+        groups = tuple(record.load(state.finished[group]) for group in event.groups)
         assert codec.encode(groups) == codec.encode(step.batch.groups)
-        assert event["metrics"]["loss"] == step.report.metrics["loss"]
-        assert event["digest"] == step.digest
-    assert len({event["digest"] for event in trained}) == config.run.steps, "the weights must have moved"
-    assert all(event["staleness_max"] == 0 for event in trained)
+        assert event.metrics["loss"] == step.report.metrics["loss"]
+        assert event.digest == step.digest
+    assert len({event.digest for event in trained}) == config.run.steps, "the weights must have moved"
+    assert all(event.staleness_max == 0 for event in trained)
 
 
 def test_the_synchronous_loop_stays_readable() -> None:

@@ -59,7 +59,7 @@ def test_rates_come_from_differences_of_an_engines_counters_and_start_anew_after
 
 def test_two_engines_do_not_mix_their_counters_or_their_tags():
     run = SyntheticRun(steps=2)
-    for engine in ("left", "right", "left", "right"):
+    for engine in ("engine_left", "right", "engine_left", "right"):
         run.now += 1.0
         run.counters["generated"] += 100
         run.look(1.0, 0.0, engine=engine)
@@ -118,7 +118,7 @@ def test_tensorboard_reads_back_what_was_written_each_point_once_across_a_resume
     write_all(tmp_path, events[: half - 8], section)
     write_all(tmp_path, events[half:], section, history=events[:half])
     scalars = read_tensorboard(tmp_path)
-    rewards = [(event["version"], event["reward"]) for event in events if event.kind == "trained"]
+    rewards = [(event.version, event.reward) for event in events if event.kind == "trained"]
     assert [step for step, _ in scalars["trained/reward"]] == [1, 2, 3, 4, 5]
     assert [value for _, value in scalars["trained/reward"]] == pytest.approx([reward for _, reward in rewards])
     assert [value for _, value in scalars["evaluated/accuracy"]] == pytest.approx([0.4, 0.9])
@@ -224,7 +224,7 @@ def test_the_board_knows_pace_waits_and_accuracy(tmp_path):
             break
         board.on_event(event)
     assert board.step == 20 and board.left_s(START) == 0
-    assert board.before["accuracy"] == 0.4 and board.evaluated["accuracy"] == 0.9
+    assert board.before.accuracy == 0.4 and board.evaluated.accuracy == 0.9
     assert board.trainer_busy_share == pytest.approx(1.0 / 1.3, rel=0.05)
     assert board.wait_share("trainer_wait_s") == pytest.approx(0.25 / 1.3, rel=0.05)
     assert board.dropped == {"failed": 1}

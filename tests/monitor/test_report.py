@@ -64,11 +64,11 @@ def test_the_summary_of_a_finished_run_is_what_its_events_say():
     trained = [event for event in events if event.kind == "trained"]
     assert (summary.steps, summary.status, summary.resumed) == (20, "finished", 0)
     assert (summary.eval_before, summary.eval_after, summary.eval_num) == (0.4, 0.9, 500)
-    assert summary.tokens_trained == sum(event["tokens"] for event in trained)
+    assert summary.tokens_trained == sum(event.tokens for event in trained)
     assert summary.tokens_generated >= summary.tokens_trained
     assert summary.goodput == summary.tokens_trained / summary.tokens_generated
     assert summary.staleness_max == 2 and summary.staleness_bound == 3
-    assert summary.staleness_mean == pytest.approx(sum(event["staleness_mean"] for event in trained) / 20)
+    assert summary.staleness_mean == pytest.approx(sum(event.staleness_mean for event in trained) / 20)
     assert (summary.pause_ms_max, summary.parity_max_abs) == (4.0, 4e-6)
     assert (summary.num_dropped, summary.dropped) == (1, {"failed": 1})
     assert summary.reward_first == pytest.approx((trained[0]["reward"] + trained[1]["reward"]) / 2)
@@ -267,9 +267,9 @@ def test_nulls_in_the_log_are_left_out_of_means_and_curves(tmp_path):
     run.step(loss=None)
     run.step()
     for event in run.events:
-        if event.kind == "swapped" and event["version"] == 1:
+        if event.kind == "swapped" and event.version == 1:
             event.fields.update(pause_ms=None, parity_max_abs=None)
-        if event.kind == "trained" and event["version"] == 1:
+        if event.kind == "trained" and event.version == 1:
             event.fields.update(reward=None, staleness_mean=None, staleness_max=None)
     write_log(tmp_path, run.events)
     summary = write_report(tmp_path)

@@ -119,7 +119,7 @@ def test_a_flood_of_drops_is_told_in_few_lines_and_counted_in_full():
 
 def test_earlier_lives_are_counted_and_not_told_again():
     events = finished_run(steps=10)
-    cut = next(i for i, event in enumerate(events) if event.kind == "trained" and event["version"] == 7) + 1
+    cut = next(i for i, event in enumerate(events) if event.kind == "trained" and event.version == 7) + 1
     told = plain_lines(events[cut:], history=events[:cut])
     assert [line.split()[2] for line in told if "reward" in line] == ["8/10", "9/10", "10/10"]
     assert not any("before training" in line for line in told)

@@ -20,17 +20,10 @@ from hypothesis.extra import numpy as stn
 
 from headway import codec
 from headway.errors import ConfigError, HeadwayError
-from headway.record.events import Event, read
+from headway.record.events import Admitted, FailedTrajectory, Finished, Resumed
 from headway.record.ledger import fold, ledger
-from headway.record.shards import (
-    EVENTS_NAME,
-    RECORD_NAME,
-    Record,
-    RunLog,
-    ShardRef,
-    read_jsonl,
-    write_jsonl,
-)
+from headway.record.log import EVENTS_NAME, read
+from headway.record.shards import RECORD_NAME, Record, RunLog, ShardRef, read_jsonl, write_jsonl
 from headway.types import (
     NOT_SAMPLED,
     Failure,
@@ -67,8 +60,8 @@ def same(left: Group, right: Group) -> bool:
     return codec.encode(left) == codec.encode(right)
 
 
-def ref_of(event: Event) -> ShardRef:
-    return ShardRef(event["shard"], event["offset"], event["num_bytes"], event["checksum"])
+def ref_of(event: Finished) -> ShardRef:
+    return ShardRef(event.shard, event.offset, event.num_bytes, event.checksum)
 
 
 def test_groups_come_back_bit_for_bit_from_several_shards(tmp_path: Path) -> None:
@@ -134,27 +127,11 @@ def test_a_finished_event_says_what_its_group_holds(tmp_path: Path) -> None:
     with closing(RunLog(tmp_path)) as log:
         event = log.finished(make_group(3, num_failed=1), seconds=1.5)
         empty = log.finished(make_group(4, size=2, num_failed=2), seconds=0.5)
-    assert (
-        event.fields.items()
-        >= {
-            "group": 3,
-            "tokens": 48,
-            "reward": 1 / 3,
-            "lengths": [16, 16, 16],
-            "stops": {"stop": 3},
-            "failures": [[3, "verifier: broke", 5]],
-            "oldest": 3,
-            "newest": 4,
-            "seconds": 1.5,
-        }.items()
-    )
-    assert (empty["reward"], empty["oldest"], empty["newest"], empty["lengths"], empty["tokens"]) == (
-        None,
-        None,
-        None,
-        [],
-        0,
-    )
+    assert (event.group, event.tokens, event.lengths, event.seconds) == (3, 48, (16, 16, 16), 1.5)
+    assert (event.rewards, event.reward, event.stops) == ((0.0, 1.0, 0.0), 1 / 3, (StopReason.STOP,) * 3)
+    assert event.failures == (FailedTrajectory(3, "verifier: broke", 5),)
+    assert (event.oldest, event.newest) == (3, 4)
+    assert (empty.reward, empty.oldest, empty.newest, empty.lengths, empty.tokens) == (None, None, None, (), 0)
     assert read(tmp_path / EVENTS_NAME) == [event, empty]
     assert same(log.record.load(ref_of(event)), make_group(3, num_failed=1))
 
@@ -215,7 +192,7 @@ def run_endlessly(directory: str) -> None:
     log.subscribe(state.on_event)
     if state.admitted:
         regenerated = state.unfinished
-        log.append("resumed", version=0, checkpoint_version=0, num_regenerated=len(regenerated), lost_tokens=0)
+        log.append(Resumed(version=0, checkpoint_version=0, num_regenerated=len(regenerated), lost_tokens=0))
         for group in regenerated:
             log.finished(small_group(group), seconds=0.0)
     for num_done in itertools.count():
@@ -223,7 +200,7 @@ def run_endlessly(directory: str) -> None:
             asyncio.run(log.flush())
             os.write(1, b"ready\n")
         group = len(state.admitted)
-        log.append("admitted", group=group, prompt=group, eta=0, version=0)
+        log.append(Admitted(group=group, prompt=group, eta=0, version=0))
         if group % 3:
             log.finished(small_group(group), seconds=0.0)
 
@@ -288,7 +265,7 @@ def test_a_disk_that_fills_up_under_the_record_is_told_and_names_only_whole_grou
     assert told.stderr == ""
     record = Record(tmp_path / RECORD_NAME)
     for event in read(tmp_path / EVENTS_NAME):
-        assert same(record.load(ref_of(event)), make_group(event["group"]))
+        assert same(record.load(ref_of(event)), make_group(event.group))
 
 
 def test_ten_thousand_groups_cost_the_caller_well_under_a_millisecond_each(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ ROOMS: list[tuple[str, int]] = [
     # from levels above its own in this list, and from its own room.
     ("errors codec files types knobs config", 1500),
     ("runtime", 1800),
-    ("record", 1200),
+    ("record", 1500),
     ("model", 1100),
     ("weights", 1300),
     ("tasks", 2000),
@@ -51,7 +51,8 @@ WORKERS = (
 BOSSES = ("control", "launch", "plan", "cli")
 
 NEVER_TORCH = """
-    errors codec files types knobs config runtime runtime.process_tree record.events record.shards record.ledger
+    errors codec files types knobs config runtime runtime.process_tree record.events record.log record.phases
+    record.stats record.shards record.ledger
     record.history monitor.metrics monitor.plot monitor.view monitor.report monitor.scaling tasks.imports tasks.prompts
     tasks.verifiers tasks.scoring rollout.workflows rollout.reward_pool rollout.reward_process rollout.router
     rollout.worker

@@ -325,7 +325,7 @@ def outcome(config: Config, events: list[Event]) -> tuple[list[str], bytes]:
     """Every version's weights, and every finished group by id: tokens, log-probs, versions and rewards."""
     finished, record = fold(events).finished, Record(Path(config.run.dir) / "record")
     groups = [record.load(finished[group]) for group in sorted(finished)]
-    return [event["digest"] for event in events if event.kind == "trained"], codec.encode(groups)
+    return [event.digest for event in events if event.kind == "trained"], codec.encode(groups)
 
 
 def workers_here() -> list[psutil.Process]:

@@ -18,7 +18,8 @@ from typing import Any
 from system import write_toml
 
 from headway.launch import hardware
-from headway.record.events import Event, read
+from headway.record.events import Event
+from headway.record.log import read
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_suffix(".json")
@@ -67,7 +68,7 @@ def command(*arguments: str | Path) -> None:
 
 
 def accuracy(events: list[Event], label: str) -> float:
-    (found,) = [event["accuracy"] for event in events if event.kind == "evaluated" and event["label"] == label]
+    (found,) = [event.accuracy for event in events if event.kind == "evaluated" and event.label == label]
     return float(found)
 
 

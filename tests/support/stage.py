@@ -4,7 +4,6 @@ Rollout workers are real. A `StageRuntime` starts all of them, again too, and ca
 """
 
 import asyncio
-import io
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -25,9 +24,9 @@ from headway.control.workers import Fleet
 from headway.engine.fake import FakeEngine
 from headway.errors import SaveFailed, WorkerDied
 from headway.launch import Prepared
-from headway.monitor.view import PlainView
-from headway.record.events import Event, read
+from headway.record.events import Ended, Event, RunStarted, TokenCounts
 from headway.record.ledger import fold
+from headway.record.log import read
 from headway.record.shards import RunLog
 from headway.rollout.worker import RolloutWorker
 from headway.runtime.compute import awaitable
@@ -233,7 +232,6 @@ class Stage:
     async def play(self) -> None:
         path = self.directory / "events.jsonl"
         history = read(path) if path.exists() else []
-        view = PlainView(io.StringIO())
         log = RunLog(self.directory)
         try:
             if not history:
@@ -243,26 +241,26 @@ class Stage:
             workers = await fleet.start_all()
             trainer = workers.trainer
             progress = await progress_from(
-                self.prepared.staleness(), log, fold(history), history, trainer, self.directory, view
+                self.prepared.staleness(), log, fold(history), history, trainer, self.directory
             )
-            controller = Controller(self.config, fleet, workers, self.tasks(), progress, log, self.directory, view)
+            controller = Controller(self.config, fleet, workers, self.tasks(), progress, log, self.directory)
             befalling = asyncio.ensure_future(self.during(self, controller)) if self.during else None
             await controller.run()
             if befalling is not None:
                 await befalling
-            log.append("ended", status="finished", cause="", ledger={})
+            log.append(Ended(status="finished", cause="", tokens=TokenCounts()))
         finally:
             log.close()
-            view.close()
 
     def _begin(self, log: RunLog) -> None:
         log.append(
-            "run_started",
-            config=self.config.model_dump(),
-            hardware={},
-            num_prompts=len(self.prepared.prompts),
-            worst_staleness=self.prepared.staleness().worst_staleness,
-            config_hash="",
+            RunStarted(
+                config=self.config.model_dump(),
+                hardware={},
+                num_prompts=len(self.prepared.prompts),
+                worst_staleness=self.prepared.staleness().worst_staleness,
+                config_hash="",
+            )
         )
 
     def make(self, name: str, cls: type, *args: Any) -> Any:

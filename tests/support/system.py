@@ -23,8 +23,9 @@ from headway import launch
 from headway.config import Config, validate
 from headway.monitor.report import Summary
 from headway.monitor.view import PlainView
-from headway.record.events import Event, read
+from headway.record.events import Event
 from headway.record.ledger import Ledger, RunState, fold, ledger
+from headway.record.log import read
 from headway.tasks.prompts import PromptStream
 
 DEADLINE_S = 240.0  # of anything awaited, on a machine that may have much else to do
@@ -308,15 +309,15 @@ def check_admissions(config: Config, events: list[Event]) -> None:
     for event in events:
         if event.kind == "resumed":
             confirmed = {}
-        elif event.kind in ("worker_lost", "left"):
-            confirmed.pop(event.fields.get("worker", event.fields.get("engine")), None)
+        elif event.kind in ("worker_lost", "engine_left"):
+            confirmed.pop(getattr(event, "worker", getattr(event, "engine", None)), None)
         elif event.kind == "swapped":
-            confirmed[event["engine"]] = event["version"]
+            confirmed[event.engine] = event.version
         elif event.kind in ("dropped", "skipped"):
-            dropped |= set(event["groups"])
+            dropped |= set(event.groups)
         elif event.kind == "admitted":
-            assert 0 <= event["version"] <= min(confirmed.values())
-            assert num_admitted - len(dropped) < (event["version"] + eta + 1) * batch
+            assert 0 <= event.version <= min(confirmed.values())
+            assert num_admitted - len(dropped) < (event.version + eta + 1) * batch
             num_admitted += 1
 
 
@@ -324,23 +325,24 @@ def check_prompts(config: Config, events: list[Event]) -> None:
     """The stream of prompts is used in order, each place of it once."""
     stream = PromptStream(launch.prepare(config).prompts, config.run.seed)
     admitted = [event for event in events if event.kind == "admitted"]
-    assert [event["group"] for event in admitted] == list(range(len(admitted)))
-    assert [event["prompt"] for event in admitted] == [stream[place].index for place in range(len(admitted))]
+    assert [event.group for event in admitted] == list(range(len(admitted)))
+    assert [event.prompt for event in admitted] == [stream[place].index for place in range(len(admitted))]
 
 
 def check_versions(config: Config, events: list[Event]) -> None:
     """Versions never go back, each is made once and swapped in, and no batch is older than the bound."""
-    made = [event["version"] for event in events if event.kind == "trained"]
+    made = [event.version for event in events if event.kind == "trained"]
     assert made == list(range(1, len(made) + 1))
-    for engine in {event["engine"] for event in events if event.kind == "swapped"}:
-        own = [event for event in events if engine in (event.fields.get("engine"), event.fields.get("worker"))]
+    for engine in {event.engine for event in events if event.kind == "swapped"}:
+        own = [event for event in events if engine in (getattr(event, "engine", ""), getattr(event, "worker", ""))]
         # From one swap to the next one version at a time, unless it was away in between.
-        pairs = pairwise(event for event in own if event.kind in ("swapped", "worker_lost", "joined", "left"))
-        swaps = [(one["version"], other["version"]) for one, other in pairs if one.kind == other.kind == "swapped"]
+        changes = ("swapped", "worker_lost", "engine_joined", "engine_left")
+        pairs = pairwise(event for event in own if event.kind in changes)
+        swaps = [(one.version, other.version) for one, other in pairs if one.kind == other.kind == "swapped"]
         assert all(before <= after <= before + 1 for before, after in swaps), swaps
-    worst = next(event["worst_staleness"] for event in events if event.kind == "run_started")
+    worst = next(event.worst_staleness for event in events if event.kind == "run_started")
     if worst is not None:
-        assert all(event["staleness_max"] <= worst for event in events if event.kind == "trained")
+        assert all(event.staleness_max <= worst for event in events if event.kind == "trained")
 
 
 def check_fates(events: list[Event]) -> Ledger:
@@ -349,5 +351,5 @@ def check_fates(events: list[Event]) -> Ledger:
     fates.check()
     parts = fates.trained + fates.waiting + fates.in_flight + fates.dropped.total() + fates.lost
     assert fates.generated == parts, fates.rows()
-    assert fates.trained == sum(event["tokens"] for event in events if event.kind == "trained")
+    assert fates.trained == sum(event.tokens for event in events if event.kind == "trained")
     return fates

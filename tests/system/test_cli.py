@@ -378,7 +378,7 @@ def test_report_makes_the_summary_and_the_picture_again(finished: tuple[Path, Co
 def test_replay_says_that_the_weights_are_identical(finished: tuple[Path, Config], command: Command) -> None:
     _, config = finished
     code, out, _ = command("replay", config.run.dir)
-    digest = [event["digest"] for event in events_of(config) if event.kind == "trained"][-1]
+    digest = [event.digest for event in events_of(config) if event.kind == "trained"][-1]
     assert code == 0 and "replayed 2 training steps" in out and digest in out
 
 

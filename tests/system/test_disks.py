@@ -14,7 +14,7 @@ from test_survive import killing
 from headway.control import controller as controller_module
 from headway.control.controller import Controller
 from headway.errors import HeadwayError, SaveFailed
-from headway.record.events import read
+from headway.record.log import read
 
 
 class FullDisk(StandInTrainer):
@@ -38,7 +38,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_tried_again_in_the_olde
     on_full_disk(stage, 4, 6)
     events = stage.run()
     check_finished(stage.config, events)
-    saves = [(e.kind, e["version"], e["slot"]) for e in events if e.kind.startswith("checkpoint")]
+    saves = [(e.kind, e.version, e.slot) for e in events if e.kind.startswith("checkpoint")]
     assert saves == [
         ("checkpointed", 2, "a"),
         ("checkpoint_failed", 4, "b"),
@@ -47,7 +47,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_tried_again_in_the_olde
         ("checkpointed", 10, "a"),
         ("checkpointed", 12, "b"),
     ]
-    assert all("No space left" in event["cause"] for event in kinds(events, "checkpoint_failed"))
+    assert all("No space left" in event.cause for event in kinds(events, "checkpoint_failed"))
 
 
 def test_a_trainer_that_dies_after_a_failed_checkpoint_comes_back_from_the_one_before(make_stage: MakeStage) -> None:
@@ -76,9 +76,9 @@ def test_a_trainer_that_dies_as_it_writes_a_checkpoint_costs_that_one_unless_it_
     events = stage.run()
     check_finished(stage.config, events)
     assert died and len(kinds(events, "trained")) == 8
-    saved = [event["version"] for event in kinds(events, "checkpointed")]
+    saved = [event.version for event in kinds(events, "checkpointed")]
     assert saved == [2, 4, 6, 8] if version == 8 else saved == [2, 6, 8]
-    failed = [event["version"] for event in kinds(events, "checkpoint_failed")]
+    failed = [event.version for event in kinds(events, "checkpoint_failed")]
     assert failed == ([] if version == 8 else [4])
 
 
@@ -100,7 +100,7 @@ def test_however_many_checkpoints_fail_there_is_time_to_make_room(make_stage: Ma
     on_full_disk(stage, *range(3, 18))
     events = stage.run()
     check_finished(stage.config, events)
-    assert len(kinds(events, "checkpoint_failed")) == 15 and kinds(events, "checkpointed")[-1]["version"] == 20
+    assert len(kinds(events, "checkpoint_failed")) == 15 and kinds(events, "checkpointed")[-1].version == 20
 
 
 def test_a_log_that_cannot_be_written_ends_the_run_at_once_with_the_cause(make_stage: MakeStage) -> None:

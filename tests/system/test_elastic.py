@@ -18,7 +18,7 @@ from headway.control.controller import Controller
 from headway.control.resize import ask, take
 from headway.engine.fake import FakeEngine
 from headway.errors import ConfigError, HeadwayError
-from headway.record.events import EventLog, read
+from headway.record.log import EventLog, read
 from headway.types import EngineStats
 
 # Joining and leaving
@@ -46,14 +46,14 @@ def test_engines_join_with_current_weights_and_leave_with_nothing_lost(make_stag
     )
     events = stage.run()
     check_finished(stage.config, events)
-    joined, left = kinds(events, "joined"), kinds(events, "left")
-    assert [event["engine"] for event in joined] == ["engine-1", "engine-2"]
-    assert min(event["version"] for event in joined) >= 1, "of version 2, not everybody may have heard yet"
-    assert sorted(event["engine"] for event in left) == ["engine-1", "engine-2"]
-    assert {event["cause"] for event in left} == {"it was asked to leave"}
+    joined, left = kinds(events, "engine_joined"), kinds(events, "engine_left")
+    assert [event.engine for event in joined] == ["engine-1", "engine-2"]
+    assert min(event.version for event in joined) >= 1, "of version 2, not everybody may have heard yet"
+    assert sorted(event.engine for event in left) == ["engine-1", "engine-2"]
+    assert {event.cause for event in left} == {"it was asked to leave"}
     for engine in ("engine-1", "engine-2"):
-        own = [event["num_generated"] for event in kinds(events, "stats") if event["engine"] == engine]
-        assert own and own[-1] > 0, "it served"
+        own = [event.generated for event in kinds(events, "stats") if event.engine == engine]
+        assert sum(own) > 0, "it served"
     assert not kinds(events, "worker_lost")
     fates = check_fates(events)
     assert fates.lost == 0 and fates.in_flight == 0, "who leaves gives back what it has sampled"
@@ -66,8 +66,8 @@ def test_an_engine_that_was_asked_for_and_cannot_start_does_not_end_the_run(make
     stage = make_stage({"run": {"steps": 8}}, engines=timed_engines(1), remake=remake, during=wishing((2, 2)))
     events = stage.run()
     check_finished(stage.config, events)
-    (left,) = kinds(events, "left")
-    assert left["engine"] == "engine-1" and "it did not start: engine.device = cuda:7 is not there" in left["cause"]
+    (left,) = kinds(events, "engine_left")
+    assert left.engine == "engine-1" and "it did not start: engine.device = cuda:7 is not there" in left.cause
 
 
 def test_a_wish_is_taken_up_once_and_only_if_it_can_be(tmp_path: Path) -> None:
@@ -118,16 +118,16 @@ def test_an_engine_far_slower_than_the_others_is_told_of_once_and_replaced_if_wa
     stage = make_stage(sections, engines=engines, mortal=True, remake=lambda number: Paced(1e5))
 
     async def until_told() -> None:
-        while stage.trainer.version > 30 and not kinds(read(stage.directory / "events.jsonl"), "slow"):
+        while stage.trainer.version > 30 and not kinds(read(stage.directory / "events.jsonl"), "engine_slow"):
             await asyncio.sleep(0.01)
 
     stage.trainer.pace = until_told
     events = stage.run()
     check_finished(stage.config, events)
-    (told,) = kinds(events, "slow")
-    assert told["engine"] == "engine-0"
-    assert told["tokens_per_s"] < 0.25 * told["others_per_s"]
-    lost = [(event["worker"], event["cause"]) for event in kinds(events, "worker_lost")]
+    (told,) = kinds(events, "engine_slow")
+    assert told.engine == "engine-0"
+    assert told.tokens_per_s < 0.25 * told.others_per_s
+    lost = [(event.worker, event.cause) for event in kinds(events, "worker_lost")]
     assert len(lost) == replaced
     assert all(worker == "engine-0" and "is slow" in cause for worker, cause in lost)
 
@@ -157,7 +157,7 @@ def test_an_engine_under_pressure_is_sent_fewer_sequences_at_once(make_stage: Ma
     stage.prepared = replace(stage.prepared, held_out=[])
     events = stage.run()
     check_finished(stage.config, events)
-    running = [event["running"] for event in kinds(events, "stats")]
+    running = [event.running for event in kinds(events, "stats")]
     assert max(running[:20]) > 16, "at first all of them"
     late = running[len(running) // 2 :]
     assert sum(late) / len(late) < 12, "then about as many as go without preemption"

@@ -27,8 +27,9 @@ from system import (
 )
 
 from headway.config import Config, load
-from headway.record.events import Event, read
+from headway.record.events import Event
 from headway.record.ledger import fold
+from headway.record.log import read
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -121,7 +122,7 @@ def test_invariant_14_fifty_kill_points_lose_nothing(
     run_inline(config, resume=True)
     events = events_of(config)
     check_finished(config, events)
-    assert [event.fields for event in events[: len(written)]] == [event.fields for event in written]
+    assert events[: len(written)] == written
     if eta == 0:
         assert fold(events).digests[NUM_STEPS] == expected, "killed or not, at η = 0 there is one outcome"
 
@@ -152,8 +153,8 @@ def survived(config: Config, run: HeadwayProcess, names: set[str]) -> list[Event
     assert "Traceback" not in run.output
     events = run.events()
     check_finished(config, events)
-    assert {event["worker"] for event in events if event.kind == "worker_lost"} == names
-    assert {event["worker"] for event in events if event.kind == "worker_restarted"} <= names
+    assert {event.worker for event in events if event.kind == "worker_lost"} == names
+    assert {event.worker for event in events if event.kind == "worker_restarted"} <= names
     return events
 
 
@@ -188,7 +189,7 @@ def test_invariant_15_a_worker_that_falls_silent_is_found_in_time_killed_and_rep
     (lost,) = [event for event in events if event.kind == "worker_lost"]
     assert lost.time - stopped < 10.0 + 2.0
     patience = "alive did not answer within" if name == "trainer" else "took longer than"
-    assert f"{name}" in lost["cause"] and patience in lost["cause"]
+    assert f"{name}" in lost.cause and patience in lost.cause
 
 
 def test_a_worker_that_is_killed_again_and_again_ends_the_run_with_its_name_and_resume_goes_on(
@@ -204,7 +205,7 @@ def test_a_worker_that_is_killed_again_and_again_ends_the_run_with_its_name_and_
         assert not run.descendants()
         assert "error: engine was lost more than 1 times" in run.output and "Traceback" not in run.output
     events = run.events()
-    assert events[-1]["status"] == "failed" and "worker engine ended" in events[-1]["cause"]
+    assert events[-1].status == "failed" and "worker engine ended" in events[-1].cause
     check_record(config, events)
     run_inline(make_config(tmp_path, tiny_model, **inline_sections(config)), resume=True)
     check_finished(config, run.events())
@@ -237,17 +238,17 @@ def test_engines_join_and_leave_a_run_by_command(tmp_path: Path, tiny_model: str
         assert "asked for 2 engines" in headway("engines", directory, "--count", "2").stdout
         run.wait_until(lambda events: served(events, "engine-1"), "an answer of the second engine")
         assert headway("engines", directory, "--count", "1").returncode == 0
-        run.wait_until(lambda events: any(event.kind == "left" for event in events), "a leave")
+        run.wait_until(lambda events: any(event.kind == "engine_left" for event in events), "a leave")
         run.process.send_signal(signal.SIGINT)
         assert run.wait() == 1
     events = run.events()
     check_record(config, events)
-    assert [event["engine"] for event in events if event.kind == "joined"] == ["engine-1"]
-    assert [event["engine"] for event in events if event.kind == "left"] == ["engine-1"]
+    assert [event.engine for event in events if event.kind == "engine_joined"] == ["engine-1"]
+    assert [event.engine for event in events if event.kind == "engine_left"] == ["engine-1"]
     assert not any(event.kind == "worker_lost" for event in events)
     refused = headway("engines", directory, "--count", "2")
     assert refused.returncode == 1 and "no run is going on" in refused.stderr
 
 
 def served(events: list[Event], engine: str) -> bool:
-    return any(event.kind == "stats" and event["engine"] == engine and event["num_generated"] > 0 for event in events)
+    return any(event.kind == "stats" and event.engine == engine and event.generated > 0 for event in events)

@@ -55,11 +55,11 @@ def check_results(config: Config, events: list[Event]) -> None:
     assert summary["tokens_generated"] == fates.generated == fates.trained + fates.dropped.total()
     assert summary["tokens_trained"] == fates.trained > 0
     swapped = [event for event in events if event.kind == "swapped"]
-    assert [event["version"] for event in swapped] == list(range(config.run.steps + 1))
+    assert [event.version for event in swapped] == list(range(config.run.steps + 1))
     # Invariant 6: parity, of the probe at every swap and of what was sampled and trained on under the same weights.
-    assert max(event["parity_max_abs"] for event in swapped) < 1e-5
+    assert max(event.parity_max_abs for event in swapped) < 1e-5
     assert summary["parity_max_abs"] < 1e-5
-    digests = [event["digest"] for event in events if event.kind == "trained"]
+    digests = [event.digest for event in events if event.kind == "trained"]
     assert len(set(digests)) == config.run.steps, "every step must have moved the weights"
     check_model(directory / "model", config)
 
@@ -84,8 +84,8 @@ def test_a_run_in_one_process_finishes_and_everything_adds_up(tmp_path: Path, ti
     _, seen = run_inline(config)
     events = events_of(config)
     check_results(config, events)
-    assert {event["label"] for event in events if event.kind == "evaluated"} == {"before", "step", "after"}
-    assert [event["version"] for event in events if event.kind == "checkpointed"] == [2, 4]
+    assert {event.label for event in events if event.kind == "evaluated"} == {"before", "step", "after"}
+    assert [event.version for event in events if event.kind == "checkpointed"] == [2, 4]
     assert "step 4/4" in seen and "run finished" in seen
 
 
@@ -134,7 +134,7 @@ def run_with(tmp_path: Path, model: str, verifier: str, /, **sections: dict[str,
 
 
 def failures_of(events: list[Event]) -> list[str]:
-    return [reason for event in events if event.kind == "finished" for _, reason, _ in event["failures"]]
+    return [one.reason for event in events if event.kind == "finished" for one in event.failures]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_invariant_10_an_error_is_never_a_reward_and_the_run_goes_on(
     assert failures and all(sentence in failure for failure in failures)
     fates = check_fates(events)
     assert fates.dropped["trajectory: verifier"] == sum(
-        tokens for event in events if event.kind == "finished" for _, _, tokens in event["failures"]
+        one.tokens for event in events if event.kind == "finished" for one in event.failures
     )
     state, record = check_record(config, events), Record(Path(config.run.dir) / "record")
     for group in map(record.load, state.finished.values()):
@@ -175,7 +175,7 @@ def test_a_verifier_that_always_raises_ends_the_run_with_one_sentence(tmp_path: 
         run_with(tmp_path, tiny_model, "always_raises")
     events = events_of(make_config(tmp_path, tiny_model))
     fates = check_fates(events)
-    assert events[-1]["status"] == "failed" and "the judge is away" in events[-1]["cause"]
+    assert events[-1].status == "failed" and "the judge is away" in events[-1].cause
     assert fates.trained == 0 and fates.dropped["failed"] > 0
 
 
@@ -185,7 +185,7 @@ def test_invariant_15_a_verifier_that_hangs_is_killed_at_its_deadline_and_the_ru
     config, events = run_with(tmp_path, tiny_model, "hangs_for_one_prompt", reward={"deadline_s": 0.5, "retries": 0})
     assert len(check_record(config, events).dropped) >= 1
     lost = [event for event in events if event.kind == "dropped"]
-    assert all(event["reason"] == "failed" and event["tokens"] > 0 for event in lost)
+    assert all(event.reason == "failed" and event.tokens > 0 for event in lost)
 
 
 def test_a_verifier_that_forks_leaves_no_process_behind(tmp_path: Path, tiny_model: str) -> None:
@@ -199,7 +199,7 @@ def test_a_verifier_that_forks_leaves_no_process_behind(tmp_path: Path, tiny_mod
 
 def test_a_prompt_of_the_context_less_one_gets_its_one_token(tmp_path: Path, tiny_model: str) -> None:
     config, events = run_with(tmp_path, tiny_model, "verify", task={"train": task_of(tmp_path, "full_rows")})
-    assert {length for event in events if event.kind == "finished" for length in event["lengths"]} == {1}
+    assert {length for event in events if event.kind == "finished" for length in event.lengths} == {1}
     assert check_fates(events).generated == 3 * 3 * config.run.steps
 
 
@@ -235,12 +235,12 @@ def test_completions_of_zero_tokens_are_counted_and_nothing_is_learned_from_them
     (tmp_path / "workflow.py").write_text(WORKFLOW)
     rollout = {"workflow": f"{tmp_path}/workflow.py:{workflow}", "group_size": 3}
     _, events = run_with(tmp_path, tiny_model, "verify", rollout=rollout)
-    lengths = [length for event in events if event.kind == "finished" for length in event["lengths"]]
+    lengths = [length for event in events if event.kind == "finished" for length in event.lengths]
     assert lengths.count(0) == len(lengths) * share
-    assert sum(event["stops"].get(StopReason.CONTEXT.value, 0) for event in events if event.kind == "finished") >= 9
+    assert sum(event.stops.count(StopReason.CONTEXT) for event in events if event.kind == "finished") >= 9
     if share == 1:
         assert check_fates(events).generated == 0
-        assert len({event["digest"] for event in events if event.kind == "trained"}) == 1
+        assert len({event.digest for event in events if event.kind == "trained"}) == 1
 
 
 def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run_with_a_sentence(
@@ -252,9 +252,9 @@ def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run_with_a_se
     with pytest.raises(RunFailed, match=rf"2 training steps in a row were not finite \(version 1: {cause}\); lower tr"):
         run_with(tmp_path, tiny_model, "verify", run={"steps": 9}, trainer=trainer)
     events = events_of(make_config(tmp_path, tiny_model))
-    assert [event["version"] for event in events if event.kind == "trained"] == [1]
-    assert [event["version"] for event in events if event.kind == "skipped"] == [1, 1]
+    assert [event.version for event in events if event.kind == "trained"] == [1]
+    assert [event.version for event in events if event.kind == "skipped"] == [1, 1]
     dropped = [event for event in events if event.kind == "dropped"]
-    assert [event["reason"] for event in dropped] == ["non_finite", "non_finite"]
-    assert check_fates(events).dropped["non_finite"] == sum(event["tokens"] for event in dropped) > 0
-    assert events[-1]["status"] == "failed" and "not finite" in events[-1]["cause"]
+    assert [event.reason for event in dropped] == ["non_finite", "non_finite"]
+    assert check_fates(events).dropped["non_finite"] == sum(event.tokens for event in dropped) > 0
+    assert events[-1].status == "failed" and "not finite" in events[-1].cause

@@ -5,13 +5,14 @@ vanishes. Invariant 4: η = 0 is synchronous training, whichever engine serves a
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from stage import StandInRewards
+from stage import StandInRewards, kinds
 from synthetic import SyntheticRun
 from system import (
     HeadwayProcess,
@@ -55,20 +56,19 @@ BOTH = ("engine-0", "engine-1")
 def check_both(config: Config, events: list[Event]) -> None:
     """A finished run in which both engines took part; what they counted is what the groups hold."""
     check_finished(config, events)
-    last = {event["engine"]: event for event in events if event.kind == "stats"}
-    assert last.keys() == set(BOTH)
-    assert all(event["num_generated"] > 0 for event in last.values())
-    assert sum(event["num_generated"] for event in last.values()) == check_fates(events).generated
+    generated = Counter[str]()
+    for event in kinds(events, "stats"):
+        generated[event.engine] += event.generated
+    assert generated.keys() == set(BOTH) and all(generated.values())
+    assert generated.total() == check_fates(events).generated
     for engine in BOTH:
-        swapped = [event for event in events if event.kind == "swapped" and event["engine"] == engine]
-        assert [event["version"] for event in swapped] == list(range(config.run.steps + 1))
-        assert max(event["parity_max_abs"] for event in swapped) < 1e-5
+        swapped = [event for event in events if event.kind == "swapped" and event.engine == engine]
+        assert [event.version for event in swapped] == list(range(config.run.steps + 1))
+        assert max(event.parity_max_abs for event in swapped) < 1e-5
 
 
 def check_summary(summary: Summary, events: list[Event]) -> None:
-    assert summary.tokens_generated == sum(
-        {event["engine"]: event["num_generated"] for event in events if event.kind == "stats"}.values()
-    )
+    assert summary.tokens_generated == sum(event.generated for event in kinds(events, "stats"))
     assert summary.engine_busy_share is None or 0 < summary.engine_busy_share <= 1
     assert summary.eval_before is not None and summary.eval_after is not None
 
@@ -80,7 +80,7 @@ def groups_of(config: Config, events: list[Event]) -> bytes:
 
 
 def digests(events: list[Event]) -> list[str]:
-    return [event["digest"] for event in events if event.kind == "trained"]
+    return [event.digest for event in events if event.kind == "trained"]
 
 
 def test_two_engines_beside_training_keep_eq_3_and_the_ledger(tmp_path: Path, tiny_model: str) -> None:

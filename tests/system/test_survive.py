@@ -22,7 +22,7 @@ from headway.control.controller import Controller
 from headway.engine.fake import FakeEngine
 from headway.engine.protocol import KvPolicy
 from headway.errors import RunFailed, WorkerDied
-from headway.record.events import read
+from headway.record.log import read
 from headway.types import Chunk, Completion, EngineStats, Request, SwapReport
 
 repeatable = settings(derandomize=True, deadline=None, database=None, max_examples=40)
@@ -64,10 +64,10 @@ def test_a_dead_engine_is_replaced_and_the_run_goes_on(
     events = stage.run()
     check_finished(stage.config, events)
     lost = kinds(events, "worker_lost")
-    assert {event["worker"] for event in lost} == {name} and 1 <= len(lost) <= 3
+    assert {event.worker for event in lost} == {name} and 1 <= len(lost) <= 3
     assert 1 <= len(kinds(events, "worker_restarted")) <= len(lost)
     after = events[events.index(kinds(events, "worker_restarted")[-1]) :]
-    assert any(event.kind == "stats" and event["engine"] == name and event["num_generated"] > 0 for event in after)
+    assert any(event.kind == "stats" and event.engine == name and event.generated > 0 for event in after)
 
 
 def test_a_worker_that_dies_while_it_starts_again_is_told_as_lost_each_time(make_stage: MakeStage) -> None:
@@ -84,7 +84,7 @@ def test_a_worker_that_dies_while_it_starts_again_is_told_as_lost_each_time(make
     )
     events = stage.run()
     check_finished(stage.config, events)
-    lost = [event["cause"] for event in kinds(events, "worker_lost")]
+    lost = [event.cause for event in kinds(events, "worker_lost")]
     assert [cause.endswith("while it started") for cause in lost] == [False, True, True]
     assert len(kinds(events, "worker_restarted")) == 1
 
@@ -123,10 +123,10 @@ def test_a_dead_rollout_worker_has_its_groups_begun_again_under_their_ids(make_s
     events = stage.run()
     check_finished(stage.config, events)
     lost = kinds(events, "worker_lost")
-    assert {event["worker"] for event in lost} == {"rollout-1"}
-    again = [group for event in lost for group in event["groups"]]
+    assert {event.worker for event in lost} == {"rollout-1"}
+    again = [group for event in lost for group in event.groups]
     assert again, "it had groups"
-    trained = [group for event in kinds(events, "trained") for group in event["groups"]]
+    trained = [group for event in kinds(events, "trained") for group in event.groups]
     assert set(again) <= set(trained)
     assert 1 <= len(kinds(events, "worker_restarted")) <= len(lost)
 
@@ -135,7 +135,7 @@ def test_the_only_rollout_worker_may_die(make_stage: MakeStage) -> None:
     stage = make_stage({"run": {"steps": 6}}, engines=timed_engines(1), mortal=True, during=killing("rollout-0", 1))
     events = stage.run()
     check_finished(stage.config, events)
-    assert [event["worker"] for event in kinds(events, "worker_lost")] == ["rollout-0"]
+    assert [event.worker for event in kinds(events, "worker_lost")] == ["rollout-0"]
 
 
 def test_a_dead_reward_pool_costs_nothing_but_time(make_stage: MakeStage) -> None:
@@ -143,7 +143,7 @@ def test_a_dead_reward_pool_costs_nothing_but_time(make_stage: MakeStage) -> Non
     stage = make_stage({"run": {"steps": 12}}, rewards=StandInRewards(longest_delay=400), mortal=True, during=during)
     events = stage.run()
     check_finished(stage.config, events)
-    assert {event["worker"] for event in kinds(events, "worker_lost")} == {"reward"}
+    assert {event.worker for event in kinds(events, "worker_lost")} == {"reward"}
     assert not kinds(events, "dropped")
 
 
@@ -155,14 +155,14 @@ def test_a_dead_trainer_comes_back_at_its_version_and_the_outcome_is_the_same(
     """At η = 0 one outcome is possible, whoever dies."""
     sections = {"run": {"steps": 8}, "staleness": {"max_staleness": 0}, "checkpoint": {"every": 2}}
     undisturbed = make_stage(sections)
-    expected = [event["digest"] for event in kinds(undisturbed.run(), "trained")]
+    expected = [event.digest for event in kinds(undisturbed.run(), "trained")]
     during = killing("trainer", at, times=2)
     stage = make_stage(sections, mortal=True, during=during)
     stage.trainer.pace = drawn_pace(at)
     events = stage.run()
     check_finished(stage.config, events)
-    assert [event["digest"] for event in kinds(events, "trained")] == expected
-    assert {event["worker"] for event in kinds(events, "worker_lost")} == {"trainer"}
+    assert [event.digest for event in kinds(events, "trained")] == expected
+    assert {event.worker for event in kinds(events, "worker_lost")} == {"trainer"}
 
 
 def test_generation_goes_on_while_the_trainer_is_away(make_stage: MakeStage) -> None:
@@ -271,9 +271,9 @@ def test_an_engine_that_cannot_be_kept_is_left_out_while_others_serve(make_stage
     stage = make_stage(sections, engines=timed_engines(2), mortal=True, during=during)
     events = stage.run()
     check_finished(stage.config, events)
-    (left,) = kinds(events, "left")
-    assert left["engine"] == "engine-0" and "engine-0 ended" in left["cause"]
-    assert not any(event["engine"] == "engine-0" for event in events[left.seq :] if event.kind == "swapped")
+    (left,) = kinds(events, "engine_left")
+    assert left.engine == "engine-0" and "engine-0 ended" in left.cause
+    assert not any(event.engine == "engine-0" for event in events[left.seq :] if event.kind == "swapped")
 
 
 # Engines that live and are of no use
@@ -320,7 +320,7 @@ def test_an_engine_cut_off_in_the_middle_of_a_swap_is_replaced_at_once(make_stag
     events = stage.run()
     check_finished(stage.config, events)
     (lost,) = kinds(events, "worker_lost")
-    assert lost["worker"] == "engine-1"
+    assert lost.worker == "engine-1"
 
 
 def test_an_engine_that_hangs_is_found_by_a_look_and_its_requests_go_on(make_stage: MakeStage) -> None:
@@ -329,8 +329,8 @@ def test_an_engine_that_hangs_is_found_by_a_look_and_its_requests_go_on(make_sta
     events = stage.run()
     check_finished(stage.config, events)
     (lost,) = kinds(events, "worker_lost")
-    assert lost["worker"] == "engine-1" and "a look at engine-1 took longer than" in lost["cause"]
-    swapped = next(e for e in events if e.kind == "swapped" and e["engine"] == "engine-1" and e["version"] == 2)
+    assert lost.worker == "engine-1" and "a look at engine-1 took longer than" in lost.cause
+    swapped = next(e for e in events if e.kind == "swapped" and e.engine == "engine-1" and e.version == 2)
     assert lost.time - swapped.time < 0.4 + 3.0
 
 
@@ -346,12 +346,12 @@ def test_invariant_3_an_engine_that_answers_nonsense_is_replaced_and_nothing_of_
     events = stage.run()
     check_finished(stage.config, events)
     (lost,) = kinds(events, "worker_lost")
-    assert lost["worker"] == "engine-1"
-    assert "engine-1 answered nonsense at request train/" in lost["cause"]
-    assert "a log-prob is no number, or above 0" in lost["cause"]
+    assert lost.worker == "engine-1"
+    assert "engine-1 answered nonsense at request train/" in lost.cause
+    assert "a log-prob is no number, or above 0" in lost.cause
     trained = [t for batch in stage.trainer.batches for group in batch.groups for t in group.trajectories]
     assert max(float(s.logprobs.max()) for t in trained for s in t.sequences) <= 0
-    assert sum(event["requests"] for event in kinds(events, "continued")) > 0
+    assert sum(event.requests for event in kinds(events, "retried")) > 0
 
 
 def test_requests_of_a_lost_engine_bring_their_tokens_to_the_next(make_stage: MakeStage) -> None:
@@ -373,10 +373,10 @@ def test_requests_of_a_lost_engine_bring_their_tokens_to_the_next(make_stage: Ma
     )
     events = stage.run()
     check_finished(stage.config, events)
-    continued = kinds(events, "continued")
-    assert sum(event["tokens"] for event in continued) > 0
-    assert max(event["seconds"] for event in continued) < 5
-    assert sum(event["requests"] for event in continued) > 0
+    continued = kinds(events, "retried")
+    assert sum(event.tokens for event in continued) > 0
+    assert max(event.seconds for event in continued) < 5
+    assert sum(event.requests for event in continued) > 0
 
 
 def test_every_trajectory_of_a_disturbed_run_is_that_of_an_undisturbed_one(

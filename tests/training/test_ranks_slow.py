@@ -5,7 +5,6 @@ Invariant 15: bounded waits. Invariant 16: replay to identical weights on the sa
 """
 
 import asyncio
-import io
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,6 @@ from headway.control.resume import replay
 from headway.errors import DeadlineExceeded, RunFailed, WorkerDied
 from headway.model.loading import load_model, named_weights
 from headway.model.tokenizer import build_character_tokenizer
-from headway.monitor.view import PlainView
 from headway.record.events import Event
 from headway.record.ledger import RunState, fold, ledger
 from headway.runtime.channel import RemoteError
@@ -325,10 +323,10 @@ def test_invariants_14_and_16_a_run_of_two_ranks_killed_and_resumed_comes_to_the
         assert not run.descendants()
     events = run.events()
     assert digests_of(check_finished(config, events)) == undisturbed
-    assert max(event["parity_max_abs"] for event in events if event.kind == "swapped") < 1e-5
+    assert max(event.parity_max_abs for event in events if event.kind == "swapped") < 1e-5
     (resumed,) = [event for event in events if event.kind == "resumed"]
-    assert resumed["checkpoint_version"] == 2 and resumed["version"] >= 3
-    version, found = asyncio.run(replay(directory, PlainView(io.StringIO())))
+    assert resumed.checkpoint_version == 2 and resumed.version >= 3
+    version, found = asyncio.run(replay(directory, lambda event: None))
     assert (version, found) == (5, fold(events).digests[5])
     one, other = (directory / folder / "model.safetensors" for folder in ("model", "replay/model"))
     assert one.read_bytes() == other.read_bytes()
@@ -346,7 +344,7 @@ def test_invariant_14_a_rank_that_is_killed_costs_no_group_and_its_trainer_begin
         ranks = [rank_process(run, f"trainer-{rank}") for rank in range(2)]
         ranks[1].kill()
         lost = replaced(config, run, ranks)
-    assert "worker trainer-1 ended (signal 9)" in lost["cause"]
+    assert "worker trainer-1 ended (signal 9)" in lost.cause
     if eta == 0:
         assert digests_of(fold(run.events())) == undisturbed
 
@@ -363,7 +361,7 @@ def test_invariant_15_a_rank_that_falls_silent_is_named_and_its_trainer_replaced
         stopped = time.time()
         lost = replaced(config, run, ranks)
     assert lost.time - stopped < 10.0 + 2.0
-    assert lost["cause"].startswith("trainer-1.alive did not answer within")
+    assert lost.cause.startswith("trainer-1.alive did not answer within")
     assert digests_of(fold(run.events())) == undisturbed
 
 
@@ -376,8 +374,8 @@ def replaced(config: Config, run: HeadwayProcess, ranks: list[psutil.Process]) -
     check_finished(config, events)
     (lost,) = [event for event in events if event.kind == "worker_lost"]
     (restarted,) = [event for event in events if event.kind == "worker_restarted"]
-    assert lost["worker"] == restarted["worker"] == "trainer" and lost["groups"] == []
-    groups = [event["group"] for event in events if event.kind == "finished"]
+    assert lost.worker == restarted.worker == "trainer" and lost.groups == ()
+    groups = [event.group for event in events if event.kind == "finished"]
     assert len(groups) == len(set(groups)) == count(events, "admitted"), "no group was generated a second time"
     assert ledger(events).lost == 0
     return lost

@@ -16,7 +16,7 @@ from headway import launch
 from headway.engine.fake import FakeEngine
 from headway.engine.protocol import KvPolicy
 from headway.errors import WeightMismatch
-from headway.record.events import read
+from headway.record.log import read
 from headway.types import Ints, Scores, SwapReport
 from headway.weights.probe import BOUND, ScoreProof, distance
 
@@ -121,12 +121,12 @@ def test_a_run_goes_on_when_every_load_is_proved_by_score(stage_with: Callable[[
     stage = stage_with(Repacking(is_stale=False))
     events = stage.run()
     check_finished(stage.config, events)
-    assert [event["version"] for event in events if event.kind == "swapped"] == list(range(6))
+    assert [event.version for event in events if event.kind == "swapped"] == list(range(6))
 
 
 def test_invariant_11_a_run_stops_when_an_engine_loads_nothing(stage_with: Callable[[FakeEngine], Stage]) -> None:
     stage = stage_with(Repacking(is_stale=True))
     with pytest.raises(WeightMismatch, match="engine does not run version 2: it scores the probe exactly as under"):
         stage.run()
-    swapped = [event["version"] for event in read(stage.directory / "events.jsonl") if event.kind == "swapped"]
+    swapped = [event.version for event in read(stage.directory / "events.jsonl") if event.kind == "swapped"]
     assert swapped == [0, 1], "a version that was not proved must not count as confirmed"

@@ -302,8 +302,8 @@ def train_on(server: WireServer, directory: Path, model: str) -> list[Event]:
 def test_a_run_trains_on_a_server_and_proves_every_load(tmp_path: Path, tiny_model: str, spans: bool) -> None:
     server = WireServer(tiny_model, scale_out=spans, context=32)
     swapped = [event for event in train_on(server, tmp_path, tiny_model) if event.kind == "swapped"]
-    assert [event["version"] for event in swapped] == [0, 1, 2]
-    assert all(event["parity_max_abs"] < BOUND for event in swapped)
+    assert [event.version for event in swapped] == [0, 1, 2]
+    assert all(event.parity_max_abs < BOUND for event in swapped)
     assert server.num_stale_prompts == 0
 
 

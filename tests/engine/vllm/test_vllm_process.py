@@ -141,8 +141,8 @@ def test_a_run_trains_on_vllm_with_parity_reported_and_every_load_proved(tmp_pat
     events = headway.record.events()
     check_finished(config, events)
     swapped = [event for event in events if event.kind == "swapped"]
-    assert [event["version"] for event in swapped] == [0, 1, 2, 3]
-    assert all(0 < event["parity_max_abs"] < BOUND for event in swapped)
+    assert [event.version for event in swapped] == [0, 1, 2, 3]
+    assert all(0 < event.parity_max_abs < BOUND for event in swapped)
     assert (Path(config.run.dir) / "logs/engine.log").stat().st_size > 1000, (
         "the server's output is in the worker's log"
     )

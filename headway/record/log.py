@@ -1,0 +1,277 @@
+"""The run's append-only log: events in order, one JSON object on a line. Resume, replay, metrics and the viewer read it
+and nothing else. The controller is the only writer.
+
+Invariants that live here:
+ 13. Non-blocking generation, logging included: an append costs microseconds, a thread does the writing.
+ 14. Crash safety: what an event names was made durable before the event was written, and a line torn by the
+     crash is cut off when the log is opened again.
+"""
+
+import asyncio
+import concurrent.futures as futures
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, Union
+
+import msgspec
+
+from headway.errors import DeadlineExceeded, HeadwayError
+from headway.files import fsync_directory, write_all
+from headway.record.events import FORMAT, KINDS, Event
+
+EVENTS_NAME = "events.jsonl"
+
+E = TypeVar("E", bound=Event)
+
+_DECODER: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Union[tuple(KINDS.values())])  # noqa: UP007
+_ENCODER = msgspec.json.Encoder()
+
+
+def read(path: str | Path) -> list[Event]:
+    """Every whole event of a log; a torn last line, which a crash can leave, is ignored."""
+    return list(scan(path))
+
+
+def scan(path: str | Path) -> Iterator[Event]:
+    """The whole events of a log, one at a time."""
+    try:
+        with open(path, "rb") as file:
+            for event, _ in _scan(file, path):
+                yield event
+    except OSError as error:
+        raise HeadwayError(f"cannot read the event log {path}: {error.strerror}; is this a run directory?") from error
+
+
+class EventLog:
+    """Appends events to one file. Appends come from one thread; a second one writes them, in order, many at a time.
+
+    `before_write` runs on the writing thread before any events are written: what they name must be durable first.
+    """
+
+    def __init__(
+        self, path: str | Path, before_write: Callable[[], None] = lambda: None, deadline_s: float = 600.0
+    ) -> None:
+        self.path = Path(path)
+        self._before_write = before_write
+        self._deadline_s = deadline_s
+        self._fd = _open_locked(self.path)
+        self._next_seq = self._cut_torn_tail()
+        self._subscribers: list[Callable[[Event], None]] = []
+        self._wake = threading.Condition()  # guards the four that follow
+        self._lines: list[bytes] = []
+        self._flushes: list[futures.Future[None]] = []
+        self._failure: Exception | None = None
+        self._closed = False
+        self._writer = threading.Thread(target=self._write_loop, name=f"write {self.path.name}", daemon=True)
+        self._writer.start()
+
+    def append(self, event: E) -> E:
+        """Put an event at the end of the log; it is on disk after the next `flush`, and in order in any case."""
+        line = encode(msgspec.structs.replace(event, seq=self._next_seq, time=time.time()))
+        # Decoded from the line: subscribers see exactly what a later reader of the file will see.
+        stamped: Any = _DECODER.decode(line)
+        with self._wake:
+            self._check_open()
+            self._lines.append(line)
+            self._next_seq += 1
+            self._wake.notify()
+        for callback in self._subscribers:
+            callback(stamped)
+        written: E = stamped
+        return written
+
+    def subscribe(self, callback: Callable[[Event], None]) -> None:
+        """Have `callback` called with every event from now on, inside the `append` that makes it."""
+        self._subscribers.append(callback)
+
+    async def flush(self) -> None:
+        """Return once everything appended so far is on disk."""
+        with self._wake:
+            self._check_open()
+            done = self._request_flush()
+        try:
+            async with asyncio.timeout(self._deadline_s):  # wait_for, on Python 3.11, can lose a cancellation
+                await asyncio.wrap_future(done)
+        except TimeoutError:
+            raise self._too_slow() from None
+
+    def close(self) -> None:
+        """Bring everything to disk and release the log to other processes."""
+        with self._wake:
+            if self._closed:
+                return
+            self._closed = True
+            last = [] if self._failure else [self._request_flush()]
+        if futures.wait(last, self._deadline_s).not_done:
+            raise self._too_slow()
+        self._writer.join()
+        os.close(self._fd)
+        if self._failure:
+            raise self._failure
+
+    def _request_flush(self) -> "futures.Future[None]":
+        done: futures.Future[None] = futures.Future()
+        self._flushes.append(done)
+        self._wake.notify()
+        return done
+
+    def _check_open(self) -> None:
+        if self._failure:
+            raise self._failure
+        if self._closed:
+            raise ValueError(f"{self.path} is closed")
+
+    def _too_slow(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"writing {self.path} to disk took longer than {self._deadline_s:g} s; check the disk")
+
+    def _write_loop(self) -> None:
+        """Consumes appended lines, waits for some or for a flush, produces whole lines in the file."""
+        closing = False
+        while not closing:
+            with self._wake:
+                self._wake.wait_for(lambda: self._lines or self._flushes)
+                lines, self._lines = self._lines, []
+                flushes, self._flushes = self._flushes, []
+                closing = self._closed
+            try:
+                self._write(lines, durable=bool(flushes))
+            except Exception as error:  # whatever it is, those who append and flush must get it
+                self._fail(error, flushes)
+                return
+            for done in flushes:
+                if done.set_running_or_notify_cancel():
+                    done.set_result(None)
+
+    def _write(self, lines: list[bytes], durable: bool) -> None:
+        self._before_write()
+        try:
+            write_all(self._fd, b"".join(lines))
+            if durable:
+                os.fsync(self._fd)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def _fail(self, error: Exception, flushes: list["futures.Future[None]"]) -> None:
+        with self._wake:
+            self._failure = error
+            flushes += self._flushes
+        for done in flushes:
+            if done.set_running_or_notify_cancel():
+                done.set_exception(error)
+
+    def _cut_torn_tail(self) -> int:
+        """Truncate the file to its last whole event and return the next `seq`."""
+        next_seq, end = 0, 0
+        try:
+            with open(self.path, "rb") as file:
+                for event, end in _scan(file, self.path):  # noqa: B007
+                    next_seq = event.seq + 1
+            if os.fstat(self._fd).st_size > end:
+                os.ftruncate(self._fd, end)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        return next_seq
+
+
+def encode(event: Event) -> bytes:
+    """The line of an event."""
+    try:
+        return _ENCODER.encode(event) + b"\n"
+    except UnicodeEncodeError:  # a lone surrogate, from a path or from text that user code cut in half
+        plain = msgspec.to_builtins(event)
+        return _ENCODER.encode(_without_surrogates(plain)) + b"\n"
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {key: _without_surrogates(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_surrogates(item) for item in value]
+    return value
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether a live run holds the log at `path`."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def cannot_write(path: Path, error: OSError) -> HeadwayError:
+    return HeadwayError(f"cannot write {path}: {error.strerror}; make room or repair the disk, then resume the run")
+
+
+def _open_locked(path: Path) -> int:
+    try:
+        # Not inheritable (Python's default), so that no worker started later retains the lock of a dead controller.
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as error:
+        raise HeadwayError(f"cannot open the event log {path}: {error.strerror}; check run.dir") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fsync_directory(path.parent)
+    except BlockingIOError:
+        os.close(fd)
+        raise HeadwayError(
+            f"{path} is being written by another run; wait until it ends, stop it, or choose another run.dir"
+        ) from None
+    except OSError as error:
+        os.close(fd)
+        raise HeadwayError(f"cannot lock the event log {path}: {error.strerror}; choose a local run.dir") from error
+    return fd
+
+
+def _scan(file: BinaryIO, path: str | Path) -> Iterator[tuple[Event, int]]:
+    """Whole events, each with the offset of its end. A line that is no JSON is torn if it is the last, else damage."""
+    end = 0
+    torn: tuple[int, bytes] | None = None
+    for number, line in enumerate(file, 1):
+        if torn is not None:
+            raise HeadwayError(_damage(path, *torn))
+        try:
+            event = _DECODER.decode(line)
+        except msgspec.ValidationError as error:
+            raise HeadwayError(_unknown(path, number, line, error)) from None
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            torn = number, line
+            continue
+        if not line.endswith(b"\n"):
+            torn = number, line
+            continue
+        if event.seq != number - 1:
+            raise HeadwayError(
+                f"the event log {path} is damaged at line {number}, which is not event {number - 1}; "
+                "restore the file from a copy"
+            )
+        yield event, (end := end + len(line))
+
+
+def _damage(path: str | Path, number: int, line: bytes) -> str:
+    return f"the event log {path} is damaged at line {number}, which is not a JSON object; restore the file from a copy"
+
+
+def _unknown(path: str | Path, number: int, line: bytes, error: Exception) -> str:
+    """Valid JSON that is no event: of another version of Headway, or changed by hand."""
+    values = msgspec.json.decode(line)
+    if number == 1 and isinstance(values, dict) and values.get("format") != FORMAT:
+        found = values.get("format", 1)
+        return (
+            f"the event log {path} has format {found}, and this version of Headway reads format {FORMAT}; "
+            "open it with the version that wrote it, or choose another run.dir"
+        )
+    return f"the event log {path} is damaged at line {number}: {error}; restore the file from a copy"

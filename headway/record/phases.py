@@ -1,0 +1,39 @@
+"""Phases of work as events: reading the model, starting workers, retraining, an evaluation."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from headway.record.events import Event, Phase
+
+PROGRESS_EVERY_S = 0.5
+
+
+@contextmanager
+def phase(emit: Callable[[Event], object], name: str) -> Iterator[Callable[[int, int], None]]:
+    """Announce a phase, its progress and its end; what it yields takes (done, total) and may be called at any rate.
+
+    `emit` is `log.append`, or the view's `on_event` where there is no log.
+
+        with phase(log.append, "starting workers") as progress:
+            progress(1, 3)
+    """
+    started = announced = time.time()
+
+    def say(state: str, done: int = 0, total: int = 0) -> None:
+        now = time.time()
+        emit(Phase(time=now, name=name, state=state, done=done, total=total, seconds=now - started))
+
+    def progress(done: int, total: int) -> None:
+        nonlocal announced
+        if time.time() - announced >= PROGRESS_EVERY_S:
+            announced = time.time()
+            say("progress", done, total)
+
+    say("started")
+    try:
+        yield progress
+    except BaseException:
+        say("failed")
+        raise
+    say("finished")
