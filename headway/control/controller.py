@@ -468,16 +468,9 @@ class Controller:
         )
 
     def _on_stats(self, engine: str, stats: EngineStats) -> None:
-        self.log.append(
-            self._meter.measure(
-                engine,
-                stats,
-                inflight=self._num_generating,
-                ready=self.buffer.num_ready,
-                admission_wait_s=self._admission_wait_s,
-                trainer_wait_s=self._trainer_wait_s,
-            )
-        )
+        queues = self._num_generating, self.buffer.num_ready
+        waits_s = self._admission_wait_s, self._trainer_wait_s
+        self.log.append(self._meter.measure(engine, stats, queues, waits_s))
 
     def _warn(self, message: str) -> None:
         self.log.append(events.Warned(message=message))

@@ -1,5 +1,6 @@
-"""The append-only event log and the binary record of trajectories, and the folds that read them.
+"""The append-only event log, the binary record of trajectories, and the folds that read them.
 
-Only the controller writes. `events` is the log, `shards` the trajectories; `ledger` folds the log into the state a
-resume starts from and the fate of every token; `history` puts the events on one clock.
+Only the controller writes. `events` defines every kind of event, `log` appends and reads them, `phases` announces work
+that takes time and `stats` turns engine counters into differences. `shards` holds the trajectories. `ledger` folds the
+log into the state that a resume starts from and the fate of every token; `history` puts the events on one clock.
 """

@@ -14,7 +14,7 @@ class StatsMeter:
     def __init__(self) -> None:
         self._began = time.time()
         self._last: dict[str, tuple[float, EngineStats]] = {}
-        self._admission_wait_s = self._trainer_wait_s = 0.0
+        self._waits_s = 0.0, 0.0
 
     def begin(self, engine: str) -> None:
         """A new incarnation of an engine serves: its counters start from zero."""
@@ -24,13 +24,13 @@ class StatsMeter:
         self,
         engine: str,
         stats: EngineStats,
-        *,
-        inflight: int,
-        ready: int,
-        admission_wait_s: float,
-        trainer_wait_s: float,
+        queues: tuple[int, int],
+        waits_s: tuple[float, float],
     ) -> Stats:
-        """The event for what an engine's counters, and the run's two total waits, say now."""
+        """The event for what an engine's counters say now.
+
+        `queues` are the groups in flight and ready; `waits_s` the total waits so far for admission and of the trainer.
+        """
         now = time.time()
         since, before = self._last.get(engine, (self._began, _ZERO))
         self._last[engine] = now, stats
@@ -47,10 +47,10 @@ class StatsMeter:
             waiting=stats.waiting,
             kv_used=stats.kv_used,
             kv_total=stats.kv_total,
-            inflight=inflight,
-            ready=ready,
-            admission_wait_s=admission_wait_s - self._admission_wait_s,
-            trainer_wait_s=trainer_wait_s - self._trainer_wait_s,
+            inflight=queues[0],
+            ready=queues[1],
+            admission_wait_s=waits_s[0] - self._waits_s[0],
+            trainer_wait_s=waits_s[1] - self._waits_s[1],
         )
-        self._admission_wait_s, self._trainer_wait_s = admission_wait_s, trainer_wait_s
+        self._waits_s = waits_s
         return event
