@@ -1,24 +1,38 @@
-"""Verifiers: pure functions (task, text) → score. A verifier that raises is broken; it has not given a low score.
+"""Verifiers: functions (task, text) → score. A verifier that raises is broken; it has not given a low score.
 
-The task is the prompt's row, the text is what the model wrote. `@verifier(needs=("answer",))` names the fields of the
-row that are read, so that a row without them is found before anything is loaded. `number` compares numbers.
+The task is the prompt's row, the text is what the model wrote. `@verifier(...)` attaches what is known before the first
+text: the fields of the row it reads, a check that refuses a row it could never score, and what to load at start.
+
+`number` compares plain numbers; `code` runs programs in a sandbox and tries them with the row's tests.
 """
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-Verifier = Callable[[dict[str, Any], str], float | int | bool]
+Row = dict[str, Any]
+Verifier = Callable[[Row, str], Any]
+"""Returns a number, or a dict of named components (`headway.tasks.scoring` says how they are weighted)."""
 
 F = TypeVar("F", bound=Verifier)
 
 
-def verifier(needs: tuple[str, ...]) -> Callable[[F], F]:
-    """Say which fields of the row a verifier reads."""
+def verifier(
+    needs: tuple[str, ...],
+    check_row: Callable[[Row], str] | None = None,
+    warm_up: Callable[[], None] | None = None,
+) -> Callable[[F], F]:
+    """Say which fields of the row a verifier reads; `check_row` returns why it could not score a row, or "".
+
+    `check_row` is called for every row before a run starts; `warm_up` once in each process that verifies, before its
+    first text, for imports and child processes that no verdict should wait for.
+    """
     if not (isinstance(needs, tuple) and all(isinstance(field, str) for field in needs)):
         raise TypeError(f'a verifier needs a tuple of field names, as in @verifier(needs=("answer",)), not {needs!r}')
 
     def mark(function: F) -> F:
         function.needs = needs  # type: ignore[attr-defined]
+        function.check_row = check_row  # type: ignore[attr-defined]
+        function.warm_up = warm_up  # type: ignore[attr-defined]
         return function
 
     return mark
@@ -28,3 +42,15 @@ def needs_of(function: Callable[..., Any]) -> tuple[str, ...]:
     """The fields of the row that `function` reads; none when it does not say."""
     needs: tuple[str, ...] = getattr(function, "needs", ())
     return needs
+
+
+def check_row(function: Callable[..., Any], row: Row) -> str:
+    """Why `function` could not score this row whatever the text, or "" when it can or does not say."""
+    check: Callable[[Row], str] | None = getattr(function, "check_row", None)
+    return check(row) if check is not None else ""
+
+
+def warm_up(function: Callable[..., Any]) -> None:
+    """Load what the verifier wants loaded before its first text."""
+    if getattr(function, "warm_up", None) is not None:
+        function.warm_up()  # type: ignore[attr-defined]

@@ -1,0 +1,226 @@
+"""Programs that try to get out of a sandbox, to harm the machine, or to pass tests they do not pass.
+
+Each defines `answer(x)`, which the tests call and which gives a wrong answer unless the attack succeeded.
+`HOST_PORT`, `HOST_PID` and `HOST_FILE` are put in by the test: a listening port, the test's process, a file.
+"""
+
+FORGERIES = {
+    "sys.exit": "import sys; sys.exit(0)",
+    "sys.exit in a call": "import sys\ndef answer(x): sys.exit(0)",
+    "os._exit": "import os; os._exit(0)",
+    "os._exit in a call": "import os\ndef answer(x): os._exit(0)",
+    "exit at exit": "import atexit, os\natexit.register(os._exit, 0)\ndef answer(x): raise SystemExit(0)",
+    "equal to everything": """
+class Yes:
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __bool__(self): return True
+    __hash__ = None
+def answer(x): return Yes()
+""",
+    "an int that equals everything": """
+class Yes(int):
+    def __eq__(self, other): return True
+    __hash__ = int.__hash__
+def answer(x): return Yes(0)
+""",
+    "asserts patched away": """
+import builtins, sys
+builtins.AssertionError = type("Never", (Exception,), {})
+builtins.print = builtins.len = builtins.sorted = lambda *a, **k: 1
+for module in list(sys.modules.values()):
+    for name in ("_report", "_judge", "_sentence", "encode", "send"):
+        if hasattr(module, name): setattr(module, name, lambda *a, **k: {"passed": 2, "total": 2, "failure": ""})
+def answer(x): return 0
+""",
+    "built-in names shadowed": "def set(x): return 1\ndef sorted(x): return 1\ndef answer(x): return 0",
+    "frames and garbage searched": """
+import gc, sys
+def answer(x):
+    found, frame = [], sys._getframe()
+    while frame: found += [*frame.f_locals.values(), *frame.f_globals.values()]; frame = frame.f_back
+    for thing in [*found, *gc.get_objects()]:
+        if isinstance(thing, str) and "assert answer" in thing: return eval(thing.split("==")[1])
+        if isinstance(thing, dict) and "asserts" in thing: return eval(thing["asserts"][0].split("==")[1])
+    return 0
+""",
+    "reports written to every descriptor": """
+import os, struct, sys
+wire = sys.modules["headway.tasks.sandbox.wire"]
+report = wire.encode({"passed": 2, "total": 2, "failure": ""})
+def forge():
+    for descriptor in range(64):
+        for payload in (report, wire.encode("ready"), wire.encode("loaded")):
+            try: os.write(descriptor, struct.pack(">I", len(payload)) + payload)
+            except OSError: pass
+forge()
+def answer(x): forge(); return 0
+""",
+    "garbage on the line": """
+import os
+def answer(x):
+    for descriptor in range(3, 64):
+        try: os.write(descriptor, os.urandom(4096))
+        except OSError: pass
+    return 0
+""",
+    "false names": """
+import sys
+sys.modules["solution"].__dict__.update({"__builtins__": {}, "tests": 1, "check": lambda c: None})
+def answer(x): return 0
+""",
+    "the judge's memory": """
+import os
+def answer(x):
+    for pid in [1, 2, 3, 4, os.getppid()]:
+        try:
+            memory = open(f"/proc/{pid}/mem", "rb", 0)
+            return 4 if memory else 0
+        except OSError: pass
+    return 0
+""",
+    "a result that calls back": """
+class Sneaky:
+    def __reduce__(self): return (print, ("out",))
+def answer(x): return [Sneaky(), {"x": Sneaky()}]
+""",
+    "a result without end": "def answer(x):\n    a = []; a.append(a); return a",
+    "a result too deep": "def answer(x):\n    a = []\n    for _ in range(10**5): a = [a]\n    return a",
+    "a result too large": "def answer(x): return bytes(2 * 10**7)",
+    "a refusal forged": """
+import os, struct, sys
+payload = sys.modules["headway.tasks.sandbox.wire"].encode({"refused": "the kernel", "answer": None})
+for descriptor in range(3, 16):
+    try: os.write(descriptor, struct.pack(">I", len(payload)) + payload)
+    except OSError: pass
+def answer(x): return 0
+""",
+    "exceptions of every kind": "class Odd(BaseException): pass\ndef answer(x): raise Odd",
+}
+
+ESCAPES = {
+    "fork bomb": "import os\nwhile True:\n    os.fork()",
+    "fork bomb that bears refusal": """
+import os
+n = 0
+for _ in range(2000):
+    try: n += os.fork() == 0
+    except OSError: pass
+def answer(x): return 4 if n else 0
+""",
+    "memory bomb": "x = []\nwhile True: x.append(bytearray(10**7))",
+    "endless output": "while True: print('x' * 10**6)",
+    "host files read": """
+from glob import glob
+try: found = open("HOST_FILE").read()
+except OSError: found = [glob(p) for p in ("/home/*", "/root/*", "/etc/pass*", "/var/*", "/proc/*") if glob(p)]
+def answer(x): return 4 if found else 0
+""",
+    "host environment read": "import os\ndef answer(x): return 4 if 'SECRET' in str(os.environ) else 0",
+    "network": """
+import socket
+try:
+    line = socket.create_connection(("127.0.0.1", HOST_PORT), timeout=1); line.send(b"out")
+    reached = 4
+except OSError: reached = 0
+def answer(x): return reached
+""",
+    "network by number": """
+import ctypes
+libc = ctypes.CDLL(None)
+made = [f for f in (1, 2, 10, 16, 17) for kind in (1, 2, 3) if libc.socket(f, kind, 0) >= 0]
+def answer(x): return 4 if made else 0
+""",
+    "signals": """
+import os, signal
+sent = 0
+for pid in [HOST_PID, -1, 1, *range(2, 300), os.getppid(), -HOST_PID]:
+    for number in (0, signal.SIGTERM, signal.SIGKILL):
+        try: os.kill(pid, number); sent = 4
+        except OSError: pass
+def answer(x): return sent
+""",
+    "ptrace": """
+import ctypes
+libc = ctypes.CDLL(None)
+done = [pid for pid in [HOST_PID, 1, *range(2, 50)] if libc.ptrace(16, pid, 0, 0) == 0]
+done += [1] if libc.ptrace(0, 0, 0, 0) == 0 else []
+def answer(x): return 4 if done else 0
+""",
+    "system calls that open doors": """
+import ctypes
+libc = ctypes.CDLL(None)
+space = ctypes.create_string_buffer(256)
+numbers = dict(unshare=(272, 0x10000000), setns=(308, 0, 0), mount=(165, b"a", b"/tmp", b"tmpfs", 0, 0),
+    bpf=(321, 0, 0, 0), keyctl=(250, 0, -3, 1), io_uring=(425, 8, space), userfaultfd=(323, 0), memfd=(319, b"m", 0),
+    shmget=(29, 0, 4096, 0o1600), perf=(298, space, 0, -1, -1, 0), pidfd=(434, 1, 0),
+    clone=(56, 17, 0, 0, 0, 0), clone3=(435, space, 88), chroot=(161, b"/tmp"), unknown=(9999,))
+opened = [name for name, call in numbers.items() if libc.syscall(*call) >= 0]
+def answer(x): return opened or (4 if opened else 0)
+""",
+    "symbolic links": """
+import os
+seen = 0
+for target in ("HOST_FILE", "/", "/proc/1/root/etc/passwd", "../../../../HOST_FILE"):
+    for make in (os.symlink, os.link):
+        try:
+            make(target, "/tmp/way")
+            if os.path.isfile("/tmp/way") and open("/tmp/way").read(): seen = 4
+        except OSError: pass
+        try: os.unlink("/tmp/way")
+        except OSError: pass
+def answer(x): return seen
+""",
+    "children left behind": """
+import subprocess, sys
+try: subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True); left = 4
+except OSError: left = 0
+def answer(x): return left
+""",
+    "another program": "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'while True: pass'])",
+    "the verifier's files written": """
+import os, sys
+written = 0
+for folder in ("/", "/usr/lib", os.path.dirname(os.__file__), os.path.dirname("HOST_FILE"), sys.prefix, "/dev"):
+    for flags in (os.O_WRONLY | os.O_CREAT, os.O_RDWR | os.O_CREAT):
+        try: os.open(os.path.join(folder, "os.py"), flags); written = 4
+        except OSError: pass
+def answer(x): return written
+""",
+    "disk filled": """
+try:
+    for n in range(64):
+        with open(f"/tmp/{n}", "wb") as file: file.write(bytes(1 << 20))
+    full = 4
+except OSError: full = 0
+def answer(x): return full
+""",
+    "a thread that blocks exit": """
+import threading, time
+threading.Thread(target=time.sleep, args=(600,)).start()
+def answer(x): return 0
+""",
+    "threads without end": """
+import threading, time
+threading.stack_size(32768)
+n = 0
+try:
+    while True: threading.Thread(target=time.sleep, args=(600,), daemon=True).start(); n += 1
+except (RuntimeError, MemoryError): pass
+def answer(x): return 0
+""",
+    "limits raised": """
+import resource
+raised = 0
+for name in ("CPU", "AS", "FSIZE", "NOFILE"):
+    try: resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (resource.RLIM_INFINITY,) * 2); raised = 4
+    except (OSError, ValueError): pass
+def answer(x): return raised
+""",
+    "the limit's signal ignored": "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
+    "sleep without end": "import time\nwhile True: time.sleep(60)",
+    "sleep without end in a call": "import time\ndef answer(x): time.sleep(60)",
+    "a null pointer": "import ctypes; ctypes.string_at(0)",
+    "a stack without end": "import sys\nsys.setrecursionlimit(10**9)\ndef f(): return f()\nf()",
+    "a number without end": "def answer(x): return 9**9**9",
+}
