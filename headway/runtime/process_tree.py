@@ -79,21 +79,12 @@ def _end_children(seconds: float) -> None:
         time.sleep(_LOOK_S)
 
 
-_SPARED: set[int] = set()
-
-
-def spare(pid: int) -> None:
-    """Leave this child alone in `kill_children`, until `release`: it serves more than the call that started it."""
-    _SPARED.add(pid)
-
-
-def release(pid: int) -> None:
-    _SPARED.discard(pid)
+SPARED: set[int] = set()  # children `kill_children` leaves alone: they serve more than the call that started them
 
 
 def kill_children(spare: frozenset[int] = frozenset()) -> None:
     """Kill and reap all child processes but `spare`; theirs become ours by death, and go the same way."""
-    while leftover := children() - spare - _SPARED:
+    while leftover := children() - spare - SPARED:
         for pid in leftover:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

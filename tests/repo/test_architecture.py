@@ -28,7 +28,7 @@ ROOMS: list[tuple[str, int]] = [
     ("record", 1500),
     ("model", 1100),
     ("weights", 1300),
-    ("tasks", 2000),
+    ("tasks", 4000),
     ("monitor", 1800),
     ("engine", 5300),
     ("training", 2800),

@@ -138,7 +138,7 @@ class _Sandbox:
         self.process.wait()
         assert self.process.stderr is not None
         self.process.stderr.close()
-        process_tree.release(self.process.pid)
+        process_tree.SPARED.discard(self.process.pid)
 
 
 class Sandboxes:
@@ -270,7 +270,7 @@ class Sandboxes:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        process_tree.spare(process.pid)
+        process_tree.SPARED.add(process.pid)
         with contextlib.suppress(OSError):  # one that ended already is found when its readiness is awaited
             wire.send(ours.fileno(), _guest_code())
         return _Sandbox(process, ours)
