@@ -97,7 +97,7 @@ def load_trainer(spec: Message) -> tuple[Message, Callable[[Message], Message]]:
     tokens = sum(group.num_sampled for group in groups)
 
     def step() -> None:
-        report = trainer.train_batch(Batch(trainer.version, tuple(groups)))
+        report = trainer.train(Batch(trainer.version, tuple(groups)))
         assert not report.skipped, report.skipped
 
     step()

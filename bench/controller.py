@@ -168,9 +168,9 @@ class StandInTrainer:
     async def score(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
         return Scores(self.version, tuple(np.zeros(len(tokens), np.float32) for tokens in sequences))
 
-    async def alive(self) -> None: ...
+    async def ping(self, seconds: float) -> None: ...
 
-    async def keep(self) -> None: ...
+    async def snapshot(self) -> None: ...
 
     async def save(self, path: str) -> None: ...
 
@@ -233,12 +233,12 @@ async def start_workers(runtime: "Runtime", config: "Config", spec: Message) -> 
     from headway.control.workers import Generation, Workers
     from headway.engine.protocol import Engine
     from headway.rollout.reward_pool import RewardPool
-    from headway.training.trainer import Trainer
+    from headway.training.ranks import RankedTrainer
 
     hall = await runtime.start("hall", Hall, spec["engines"], spec["seconds_per_token"])
     engines: dict[str, Engine] = {f"engine-{number}": Guest(hall, number) for number in range(spec["engines"])}
     rewards = cast(RewardPool, await runtime.start("reward", StandInVerifier))
-    trainer = cast(Trainer, await runtime.start("trainer", StandInTrainer))
+    trainer = cast(RankedTrainer, await runtime.start("trainer", StandInTrainer))
     arguments = (config.model.path, config.rollout, config.run.seed, len(ALPHABET), 4096, RUN_DEADLINE_S)
     names = [f"rollout-{number}" for number in range(config.rollout.workers)]
     rollout = await asyncio.gather(*(runtime.start(name, Rollout, *arguments) for name in names))

@@ -60,7 +60,7 @@ def measure(options: argparse.Namespace, dtype: str, directory: Path) -> Message
     made = asyncio.run(completions(prepared, options))
     config = prepared.config
     trainer = Trainer(config.model, config.trainer, config.algorithm, None)
-    scores = trainer.score_sequences(tuple(tokens for tokens, _ in made), 1.0)
+    scores = trainer.score(tuple(tokens for tokens, _ in made), 1.0)
     engine = np.concatenate([logprobs for _, logprobs in made]).astype(np.float64)
     parts = [row[len(row) - len(own) :] for row, (_, own) in zip(scores.logprobs, made, strict=True)]
     gap = np.concatenate(parts).astype(np.float64) - engine

@@ -131,7 +131,7 @@ def forget(device: str) -> None:
 def headway_step(trainer: "Trainer", groups: "Sequence[Group]") -> Message:
     from headway.types import Batch
 
-    report = trainer.train_batch(Batch(trainer.version, tuple(groups)))
+    report = trainer.train(Batch(trainer.version, tuple(groups)))
     assert not report.skipped, report.skipped
     return report.metrics
 

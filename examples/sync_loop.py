@@ -66,7 +66,7 @@ class SyncLoop:
         ids = range(first, first + self.config.trainer.batch_groups)
         groups = await asyncio.gather(*(self.group(group_id) for group_id in ids))
         batch = Batch(version, tuple(groups))
-        report = self.trainer.train_batch(batch)
+        report = self.trainer.train(batch)
         return Step(batch, report, await self.load_weights())
 
     async def group(self, group_id: int) -> Group:
@@ -86,7 +86,7 @@ class SyncLoop:
         return Trajectory(index, (sequence,), (reward,), self.config.sampling.temperature, (completion.stop,))
 
     async def load_weights(self) -> str:
-        update = self.trainer.publish_weights()
+        update = self.trainer.publish()
         await self.engine.stage_weights(update)
         await self.engine.swap(update.version, self.config.engine.kv_on_swap)
         return digest(update.fingerprints)

@@ -333,18 +333,6 @@ class Sample:
     temperature: float
 
 
-@noun
-class Share:
-    """What one trainer rank gets of a batch: its own samples, and of the others' what the gradient depends on."""
-
-    version: int
-    minibatches: tuple[tuple[Sample, ...], ...]
-    num_trained: tuple[int, ...]  # tokens of each minibatch that are trained, on all ranks together
-    num_sampled: int  # tokens of the batch
-    longest: int  # tokens of its longest sequence
-    finite: bool  # whether all its behaviour log-probs are
-
-
 def piece_key(name: str, rows: range, num_rows: int) -> str:
     """What the fingerprint of some rows of a tensor goes by: the tensor's name, where they are all it has."""
     return name if len(rows) == num_rows else f"{name}[{rows.start}:{rows.stop}]"

@@ -49,7 +49,7 @@ from headway.record.stats import StatsMeter
 from headway.rollout.evaluate import evaluate
 from headway.tasks.prompts import PromptStream
 from headway.training.checkpoint import slot_for
-from headway.training.ranks import AnyTrainer, sign_of_life
+from headway.training.ranks import RankedTrainer
 from headway.types import (
     Admission,
     Batch,
@@ -118,7 +118,7 @@ class Controller:
         self._tasks = asyncio.TaskGroup()
         self._meter = StatsMeter()
         self._supervisor = Supervisor(fleet, config.supervise, log)
-        self._trainer: Kept[AnyTrainer] = Kept("trainer", workers.trainer, fleet.start_trainer)
+        self._trainer: Kept[RankedTrainer] = Kept("trainer", workers.trainer, fleet.start_trainer)
         self.roster = Roster(
             *(config, fleet, workers.generation, self._supervisor, log),
             *(self._send_to, self._on_stats, self._meter.begin, self._changed),
@@ -257,7 +257,7 @@ class Controller:
         what = f"{self.staleness.batch_groups} finished groups"
         raise DeadlineExceeded(f"waited more than {seconds:g} s for {what}; raise run.deadline_s if that is too short")
 
-    async def _step(self, batch: Batch, trainer: AnyTrainer) -> tuple[StepReport, Published | None]:
+    async def _step(self, batch: Batch, trainer: RankedTrainer) -> tuple[StepReport, Published | None]:
         """One batch, to weights that may travel; all by one life of the trainer, or all of it again by the next."""
         report = await trainer.train(batch)
         if report.skipped:
@@ -319,7 +319,7 @@ class Controller:
         if self._saving is not None:
             await self._saving
 
-    async def _save(self, version: int, keeper: AnyTrainer) -> None:
+    async def _save(self, version: int, keeper: RankedTrainer) -> None:
         started, slot = time.time(), slot_for(self._num_checkpoints)
         await self.log.flush()
         # A disk that is full may have room later; the other slot and the record lead to the same weights until then.
@@ -336,10 +336,10 @@ class Controller:
         self._num_checkpoints += 1
         self.log.append(events.Checkpointed(version=version, slot=slot, seconds=time.time() - started))
 
-    async def _write(self, version: int, slot: str, keeper: AnyTrainer, trainer: AnyTrainer) -> None:
+    async def _write(self, version: int, slot: str, keeper: RankedTrainer, trainer: RankedTrainer) -> None:
         # One that came back has kept nothing, and may be a step further by now, unless that was the last.
         if trainer is not keeper and version == self.config.run.steps:
-            await trainer.keep()
+            await trainer.snapshot()
         await trainer.save(str(self.directory / "checkpoint" / slot))
 
     async def _finish(self) -> None:
@@ -353,7 +353,7 @@ class Controller:
 
     # The trainer
 
-    async def _with_trainer(self, call: Callable[[AnyTrainer], Awaitable[R]]) -> R:
+    async def _with_trainer(self, call: Callable[[RankedTrainer], Awaitable[R]]) -> R:
         """What the trainer answers; when it is lost meanwhile, what it answers when it is back."""
         while True:
             trainer = await self._trainer.get()
@@ -363,7 +363,7 @@ class Controller:
                 self._trainer.lose(trainer, error)
 
     async def _keep_trainer(self) -> None:
-        async def serve(trainer: AnyTrainer) -> None:
+        async def serve(trainer: RankedTrainer) -> None:
             if self._trainer.life:
                 await self._bring_back(trainer)
             self._supervisor.serves(self._trainer)
@@ -383,13 +383,13 @@ class Controller:
                 continue
             try:
                 with suppress(DeadlineExceeded):  # perhaps this process stood still, and the answer lies unread
-                    await sign_of_life(trainer, look_s)
+                    await trainer.ping(look_s)
                     continue
-                await sign_of_life(trainer, look_s)
+                await trainer.ping(look_s)
             except DeadlineExceeded as error:
                 self._trainer.lose(trainer, error)
 
-    async def _bring_back(self, trainer: AnyTrainer) -> None:
+    async def _bring_back(self, trainer: RankedTrainer) -> None:
         """A new trainer to the version of the lost one, as a resume would; its weights to whom they did not reach."""
         await self.log.flush()
         state = fold(await asyncio.to_thread(read, self.directory / EVENTS_NAME))
@@ -401,7 +401,7 @@ class Controller:
         if self.roster.newest is not None:
             self.roster.publish(await self._publish(trainer))
 
-    async def _publish(self, trainer: AnyTrainer) -> Published:
+    async def _publish(self, trainer: RankedTrainer) -> Published:
         return Published(await trainer.publish(), await trainer.score(self.tasks.probe, 1.0))
 
     # Weights
@@ -476,8 +476,8 @@ class Controller:
         self.log.append(events.Warned(message=message))
 
 
-async def _kept_by(trainer: AnyTrainer) -> AnyTrainer:
-    await trainer.keep()
+async def _kept_by(trainer: RankedTrainer) -> RankedTrainer:
+    await trainer.snapshot()
     return trainer
 
 

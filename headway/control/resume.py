@@ -23,7 +23,7 @@ from headway.record.ledger import RunState, fold, ledger
 from headway.record.log import EVENTS_NAME, read
 from headway.record.phases import phase
 from headway.record.shards import RECORD_NAME, Record, RunLog
-from headway.training.ranks import AnyTrainer
+from headway.training.ranks import RankedTrainer
 from headway.types import DropReason
 
 
@@ -32,7 +32,7 @@ async def progress_from(
     log: RunLog,
     state: RunState,
     history: list[Event],
-    trainer: AnyTrainer,
+    trainer: RankedTrainer,
     directory: Path,
 ) -> Progress:
     """Where to start: at the beginning, or exactly where the record says the run was."""

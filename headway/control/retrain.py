@@ -12,13 +12,13 @@ from pathlib import Path
 from headway.errors import DeadlineExceeded, HeadwayError, InvariantBroken, WorkerDied
 from headway.record.ledger import RunState
 from headway.record.shards import ShardRef
-from headway.training.ranks import AnyTrainer
+from headway.training.ranks import RankedTrainer
 from headway.types import Batch, Group
 from headway.weights.fingerprints import digest
 
 
 async def load_newest_checkpoint(
-    state: RunState, trainer: AnyTrainer, directory: Path, warn: Callable[[str], object]
+    state: RunState, trainer: RankedTrainer, directory: Path, warn: Callable[[str], object]
 ) -> int:
     """The version of the newest whole checkpoint; a damaged one is named and passed over; with none, the beginning."""
     for _, slot in state.checkpoints:
@@ -35,7 +35,7 @@ async def load_newest_checkpoint(
 async def retrain(
     load_group: Callable[[ShardRef], Group],
     state: RunState,
-    trainer: AnyTrainer,
+    trainer: RankedTrainer,
     from_version: int,
     progress: Callable[[int, int], None],
 ) -> None:

@@ -25,7 +25,7 @@ from headway.weights.stream import LOOPBACK, OWN, is_loopback
 if TYPE_CHECKING:
     from headway.rollout.reward_pool import RewardPool
     from headway.rollout.worker import RolloutWorker
-    from headway.training.ranks import AnyTrainer
+    from headway.training.ranks import RankedTrainer
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class Workers:
     """Handles to everything the controller moves groups between."""
 
     generation: Generation
-    trainer: "AnyTrainer"
+    trainer: "RankedTrainer"
 
 
 class Fleet:
@@ -95,7 +95,7 @@ class Fleet:
 
     def __init__(self, runtime: Runtime, config: Config, worst_staleness: int | None) -> None:
         self._runtime, self._config, self._worst_staleness = runtime, config, worst_staleness
-        self._trainer: AnyTrainer | None = None
+        self._trainer: RankedTrainer | None = None
 
     async def start_all(self) -> Workers:
         generation, trainer = await together(start_generation(self._runtime, self._config), self.start_trainer())
@@ -113,14 +113,12 @@ class Fleet:
     async def start_rewards(self) -> "RewardPool":
         return await _start_rewards(self._runtime, self._config)
 
-    async def start_trainer(self) -> "AnyTrainer":
+    async def start_trainer(self) -> "RankedTrainer":
         self._trainer = await start_trainer(self._runtime, self._config, self._worst_staleness)
         return self._trainer
 
     async def stop(self, name: str) -> None:
-        from headway.training.ranks import RankedTrainer
-
-        if name == "trainer" and isinstance(self._trainer, RankedTrainer):
+        if name == "trainer" and self._trainer is not None:
             await self._trainer.end()
         else:
             await self._runtime.stop(name)
@@ -225,15 +223,11 @@ def _kv_share(config: Config, device: str) -> float:
     return share / sum(map(is_here, config.engine.placement.values()))
 
 
-async def start_trainer(runtime: Runtime, config: Config, worst_staleness: int | None) -> "AnyTrainer":
-    """One rank, or several that look like one."""
+async def start_trainer(runtime: Runtime, config: Config, worst_staleness: int | None) -> "RankedTrainer":
     from headway.training.ranks import RankedTrainer
-    from headway.training.trainer import Trainer
 
     weights = how_weights_travel(config, await runtime.num_machines())
     sections = config.model, config.trainer, config.algorithm, worst_staleness, weights
-    if config.trainer.ranks == 1:
-        return await runtime.start("trainer", Trainer, *sections, threads=config.trainer.threads)
     trainer = RankedTrainer(runtime, *sections, Path(config.run.dir) / "checkpoint", config.run.deadline_s)
     await trainer.start()
     return trainer

@@ -1,8 +1,7 @@
 """A batch as packed tensors: what the trainer feeds to the model.
 
-Over several ranks, samples are dealt out by whole sequences and equal work, and every rank makes the same number of
-micro-batches of its share, because all of them have to take part in every pass. One that has too few samples fills up
-with micro-batches in which nothing is trained.
+Every rank takes the whole batch and picks its share: whole sequences, equal work. All ranks take part in every pass, so
+they make the same number of micro-batches; a rank with too few samples adds micro-batches in which nothing is trained.
 
 Shape suffixes: T packed tokens of one micro-batch, M the sampled tokens among them.
 """
@@ -24,21 +23,21 @@ from headway.errors import RunFailed
 from headway.model.device import CPU, to_device
 from headway.training.algorithms.advantages import batch_advantages
 from headway.training.packing import pack
-from headway.types import Batch, Group, Ints, Sample, Share
+from headway.types import Batch, Group, Ints, Sample
 
 _BLANK = Sample(np.zeros(2, np.int32), np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.int32), 0.0, 1.0)
-"""Nothing in it is trained. Two tokens: with one, compiled blocks would be compiled anew."""
+"""A sample in which nothing is trained. Two tokens, because compiled blocks specialise on a length of one."""
 
 
 @noun
-class Fit:
-    """How passes are made to fit into memory; the gradient does not depend on it."""
+class MemoryFit:
+    """How passes fit into memory: micro-batch size and activation checkpointing. The gradient does not depend on it."""
 
     token_budget: int
-    recompute: bool  # activations, in the backward pass, rather than keeping them
+    recompute: bool  # activations, in the backward pass, instead of storing them
 
-    def tighter(self, longest: int) -> "Fit":
-        """The next to try: smaller micro-batches as far as the longest sequence allows, then recomputing."""
+    def reduce(self, longest: int) -> "MemoryFit":
+        """The next fit to try: smaller micro-batches as far as the longest sequence allows, then recomputation."""
         if self.token_budget > longest:
             return replace(self, token_budget=max(longest, self.token_budget // 2))
         if not self.recompute:
@@ -63,7 +62,7 @@ class MicroBatch:
     behaviour_M: Tensor
     versions_M: Tensor
     advantages_M: Tensor
-    proximal_M: Tensor | None = None  # filled in before the weights of this training step move
+    proximal_M: Tensor | None = None  # computed before the weights of this training step move
 
     @property
     def forward_arguments(self) -> tuple[Tensor, Tensor, list[int], Tensor, Tensor]:
@@ -99,30 +98,43 @@ def whole_sample(tokens: Ints, temperature: float) -> Sample:
 
 
 def minibatches_of(batch: Batch, algorithm: AlgorithmSection, num_minibatches: int) -> list[list[Sample]]:
-    """Whole groups dealt out by turns, so that every minibatch has groups of every age."""
+    """Whole groups assigned round-robin, so that every minibatch has groups of every age."""
     advantages = batch_advantages(batch, algorithm.advantage)
-    dealt = [batch.groups[start::num_minibatches] for start in range(num_minibatches)]
-    return [[sample for group in groups for sample in samples_of(group, advantages)] for groups in dealt]
+    assigned = [batch.groups[start::num_minibatches] for start in range(num_minibatches)]
+    return [[sample for group in groups for sample in samples_of(group, advantages)] for groups in assigned]
 
 
-def shares_of(
-    batch: Batch, algorithm: AlgorithmSection, num_minibatches: int, num_ranks: int, cost: Callable[[int], float]
-) -> list[Share]:
-    """What each rank gets of a batch; a minibatch in which nothing was said is left out."""
-    minibatches = [part for part in minibatches_of(batch, algorithm, num_minibatches) if part]
-    everything = [sample for part in minibatches for sample in part]
-    about_all = (
-        tuple(sum(len(sample.where) for sample in part) for part in minibatches),
-        batch.num_sampled,
-        max((len(sample.tokens) for sample in everything), default=0),
+@dataclass(frozen=True, eq=False)
+class Share:
+    """One rank's samples of a batch, and what the gradient needs to know of the other ranks' samples."""
+
+    minibatches: list[list[Sample]]
+    num_trained: list[int]  # trained tokens of each minibatch, over all ranks
+    longest: int  # tokens of the longest sequence
+    finite: bool  # whether all behaviour log-probs are
+
+
+def share_of(
+    batch: Batch,
+    algorithm: AlgorithmSection,
+    num_minibatches: int,
+    cost: Callable[[int], float],
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> Share:
+    """The share of one rank of a batch; minibatches without trained tokens are dropped."""
+    minibatches = [samples for samples in minibatches_of(batch, algorithm, num_minibatches) if samples]
+    everything = [sample for samples in minibatches for sample in samples]
+    return Share(
+        [[samples[i] for i in deal(_lengths(samples), num_ranks, cost)[rank]] for samples in minibatches],
+        [sum(len(sample.where) for sample in samples) for samples in minibatches],
+        max(_lengths(everything), default=0),
         all(bool(np.isfinite(sample.behaviour).all()) for sample in everything),
     )
-    dealt = [[[part[i] for i in mine] for mine in deal(_lengths(part), num_ranks, cost)] for part in minibatches]
-    return [Share(batch.version, tuple(tuple(part[rank]) for part in dealt), *about_all) for rank in range(num_ranks)]
 
 
 def deal(lengths: list[int], num_ranks: int, cost: Callable[[int], float]) -> list[list[int]]:
-    """The sequences of each rank: equal work, as nearly as whole sequences allow; a rank may get none."""
+    """The sequences of each rank: as equal work as whole sequences allow; a rank may get none."""
     parts = pack(lengths, max(1, sum(lengths)), num_ranks, cost)
     return parts + [[] for _ in range(num_ranks - len(parts))]
 
@@ -134,7 +146,7 @@ def micro_batches(
     device: torch.device = CPU,
     most: Callable[[int], int] = int,
 ) -> list[MicroBatch]:
-    """The samples in micro-batches, as many as on the rank that has `most`."""
+    """The samples in micro-batches, the same number on every rank; `most` gives the largest number on any rank."""
     parts = arranged(_lengths(samples), token_budget, cost, most)
     return [assemble([samples[i] for i in indices] or [_BLANK], device) for indices in parts]
 
@@ -144,8 +156,8 @@ def arranged(
 ) -> list[list[int]]:
     """The sequences of each micro-batch: as few micro-batches as the budget allows, and equal work in each.
 
-    `most` gives the largest number of micro-batches on any rank. A rank with fewer cuts its share into that many too,
-    which may take more than that many, so they ask again until all agree.
+    A rank with fewer micro-batches than another splits its share into that many, too. This may take even more, so ranks
+    compare again until they agree.
     """
     # Opened one by one, the first would take all the long sequences and the last would stay half empty.
     parts = pack(lengths, token_budget, max(1, math.ceil(sum(lengths) / token_budget)), cost)

@@ -1,21 +1,20 @@
-"""Checkpoints: two slots by turns, each written whole or not at all, and models as ordinary transformers directories.
+"""Checkpoints in two alternating slots, and models as transformers directories: each written completely or not at all.
 
-A slot holds a safetensors file for each trainer rank, with the rows of every tensor that the rank holds, and a small
-JSON file with a checksum of each; it is made beside the old one, brought to disk and renamed into place. A kill at any
-moment, or a full disk, leaves at least one whole slot, and a damaged one is recognised, named and passed over. However
-many ranks wrote it, any number can read it, each its own rows. Prompts and groups are not in here: the event log has
-them.
+A slot holds a safetensors file per trainer rank, with the rows of every tensor that the rank holds, and a small JSON
+file with a checksum of each. It is written next to the old slot, fsynced and renamed into place: a kill at any moment,
+or a full disk, leaves at least one complete slot, and a damaged slot is detected, named and skipped. Any number of
+ranks can read it, each its own rows. Prompts and groups are in the event log.
 """
 
 import copy
 import json
 import os
 import shutil
-import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,38 +28,27 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from headway.codec import noun
 from headway.errors import ConfigError, HeadwayError, SaveFailed
 from headway.files import fsync_directory
-from headway.weights.fingerprints import bytes_of, fingerprints
+from headway.weights.fingerprints import fingerprints
 
 SLOTS = ("a", "b")
 _TENSORS, _DESCRIPTION = "state.safetensors", "checkpoint.json"
-_WEIGHTS = "model.safetensors"
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as safetensors writes them
+_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The rows that were asked for, and the whole shapes of all tensors there are."""
+    """The requested rows of all tensors, and the shapes of the whole tensors."""
 
     version: int
     tensors: dict[str, Tensor]
     shapes: dict[str, tuple[int, ...]]
-    extra: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class State:
-    """What one rank puts into a checkpoint: its tensors, of pieces the first row and how many rows the whole has."""
-
-    version: int
-    tensors: dict[str, Tensor]
-    pieces: dict[str, tuple[int, int]]
-    fingerprints: dict[str, str]  # of the weights as they are published
 
 
 @noun
-class Part:
-    """One file of a slot: what is known of each tensor in it."""
+class CheckpointPart:
+    """One file of a slot: dtype, shape, checksum and place of each tensor in it."""
 
+    version: int
     file: str
     tensors: dict[str, dict[str, Any]]
 
@@ -71,7 +59,7 @@ def slot_for(num_saved: int) -> str:
 
 @contextmanager
 def _saving(directory: Path) -> Iterator[Path]:
-    """The place beside `directory` to write to; that the disk is full or broken is one sentence."""
+    """The directory to write to before the rename to `directory`; a full or broken disk raises `SaveFailed`."""
     try:
         yield directory.with_name(directory.name + ".unfinished")
     except (OSError, SafetensorError) as error:
@@ -79,7 +67,7 @@ def _saving(directory: Path) -> Iterator[Path]:
 
 
 def begin(directory: Path) -> None:
-    """Make an empty place beside the final one, for the parts of a slot or of a model."""
+    """Create the empty unfinished directory for the parts of a slot or of a model."""
     with _saving(directory) as unfinished:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -90,34 +78,31 @@ def discard(directory: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def save(directory: Path, version: int, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> None:
+def save(directory: Path, version: int, tensors: Mapping[str, Tensor]) -> None:
     """Write a slot of whole tensors."""
-    try:
+    with discarded_if_unfinished(directory):
         begin(directory)
-        finish(directory, version, [write_part(directory, _TENSORS, tensors, {})], extra)
-    except SaveFailed:
-        discard(directory)
-        raise
+        finish(directory, [write_part(directory, _TENSORS, version, tensors, {})])
 
 
 def write_part(
-    directory: Path, file: str, tensors: Mapping[str, Tensor], pieces: Mapping[str, tuple[int, int]]
-) -> Part:
-    """Write one file of a slot; of a piece, `pieces` has the first row and how many rows the whole tensor has."""
+    directory: Path, file: str, version: int, tensors: Mapping[str, Tensor], pieces: Mapping[str, tuple[int, int]]
+) -> CheckpointPart:
+    """Write one file of a slot. For tensors split over ranks, `pieces` has the first row and the total of rows."""
     plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     with _saving(directory) as unfinished:
         save_file(plain, unfinished / file)
-        _bring_to_disk(unfinished / file)
+        _fsync(unfinished / file)
     described = {}
     for name, signature in _signatures(plain).items():
         first_row, num_rows = pieces.get(name, (0, len(plain[name]) if plain[name].ndim else 0))
         described[name] = signature | {"first_row": first_row, "num_rows": num_rows}
-    return Part(file, described)
+    return CheckpointPart(version, file, described)
 
 
-def finish(directory: Path, version: int, parts: Iterable[Part], extra: dict[str, Any]) -> None:
-    """All parts are written: describe them, and let them take the place of what the slot held before."""
-    description = {"version": version, "files": {part.file: part.tensors for part in parts}, "extra": extra}
+def finish(directory: Path, parts: Sequence[CheckpointPart]) -> None:
+    """Describe the written parts and replace the previous content of the slot."""
+    description = {"version": parts[0].version, "files": {part.file: part.tensors for part in parts}}
     with _saving(directory) as unfinished:
         (unfinished / _DESCRIPTION).write_text(json.dumps(description | {"checksum": _checksum(description)}))
         replace(unfinished, directory)
@@ -128,23 +113,23 @@ def _every_row(name: str, num_rows: int) -> range:
 
 
 def load(directory: Path, rows: Callable[[str, int], range] = _every_row) -> Checkpoint:
-    """Read a slot, of each tensor the `rows` wanted, given its name and how many it has; what is read is checked."""
+    """Read and check a slot; `rows` gives the wanted rows of a tensor from its name and its number of rows."""
     try:
         description = json.loads((directory / _DESCRIPTION).read_text())
         checksum = description.pop("checksum")
         if checksum != _checksum(description):
-            raise HeadwayError(f"checkpoint {directory} is damaged: {_DESCRIPTION} is not as it was saved")
+            raise HeadwayError(f"checkpoint {directory} is damaged: {_DESCRIPTION} does not match its checksum")
         reader = _Reader(directory, rows)
         for file, described in description["files"].items():
             reader.read(file, described)
         reader.check_complete()
     except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
         raise HeadwayError(f"checkpoint {directory} cannot be read ({error})") from error
-    return Checkpoint(description["version"], reader.tensors, reader.shapes, description["extra"])
+    return Checkpoint(description["version"], reader.tensors, reader.shapes)
 
 
 class _Reader:
-    """Puts the wanted rows of each tensor together from the files of a slot."""
+    """Assembles the wanted rows of each tensor from the files of a slot."""
 
     def __init__(self, directory: Path, rows: Callable[[str, int], range]):
         self._directory, self._rows = directory, rows
@@ -160,7 +145,7 @@ class _Reader:
                 self._read_piece(opened, name, piece)
 
     def _read_piece(self, opened: Any, name: str, piece: dict[str, Any]) -> None:
-        """Take what is wanted of one piece. A piece of which nothing is wanted is left to the rank that wants it."""
+        """Copy the wanted rows of one piece; a piece without any is neither read nor checked."""
         shape, first = piece["shape"], piece["first_row"]
         whole = (piece["num_rows"], *shape[1:]) if shape else ()
         here = range(first, first + shape[0]) if shape else range(1)
@@ -188,7 +173,7 @@ class _Reader:
                 raise self._damaged(name)
 
     def _damaged(self, name: str) -> HeadwayError:
-        return HeadwayError(f"checkpoint {self._directory} is damaged: {name} is not as it was saved")
+        return HeadwayError(f"checkpoint {self._directory} is damaged: {name} does not match its checksum")
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -196,7 +181,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _signatures(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """Type, shape and checksum of each tensor: a damaged header can turn the same bytes into other numbers."""
+    """Type, shape and checksum of each tensor; a damaged header could turn the same bytes into other numbers."""
     prints = fingerprints(tensors)
     return {
         name: {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "fingerprint": prints[name]}
@@ -209,80 +194,71 @@ def _checksum(description: dict[str, Any]) -> str:
 
 
 def save_model(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """An ordinary transformers directory, complete or absent."""
+    """Write a transformers directory."""
     check_replaceable(directory)
-    try:
+    with discarded_if_unfinished(directory):
         begin(directory)
-        with _saving(directory) as unfinished:
-            model.save_pretrained(unfinished)
-            tokenizer.save_pretrained(unfinished)
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        write_model_part(directory, weights, 0, 1)
+        describe_model(directory, model, model.dtype, tokenizer, 1)
         finish_model(directory)
-    except SaveFailed:
-        discard(directory)
-        raise
+
+
+def model_owners(model: PreTrainedModel, num_ranks: int) -> dict[str, int]:
+    """The rank that writes each tensor of a model: consecutive tensors, about as many numbers each."""
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    starts = accumulate(sizes.values(), initial=0)
+    return {name: start * num_ranks // sum(sizes.values()) for name, start in zip(sizes, starts, strict=False)}
+
+
+def write_model_part(directory: Path, tensors: Mapping[str, Tensor], rank: int, num_ranks: int) -> None:
+    """Write the tensors that a rank owns as a file of a transformers directory."""
+    with _saving(directory) as unfinished:
+        if tensors:
+            plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(plain, unfinished / _model_file(rank, num_ranks), metadata={"format": "pt"})
 
 
 def describe_model(
-    directory: Path, model: PreTrainedModel, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase
+    directory: Path, model: PreTrainedModel, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase, num_ranks: int
 ) -> None:
-    """Write all of a transformers directory but the numbers: those, its ranks write with `write_rows`."""
+    """Write everything in a transformers directory but the tensors."""
     config = copy.deepcopy(model.config)
     config.dtype, config.architectures = dtype, [type(model).__name__]
-    header, _, num_bytes = _layout(model, dtype)
     with _saving(directory) as unfinished:
         config.save_pretrained(unfinished)
         if model.generation_config is not None:
             model.generation_config.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        with open(unfinished / _WEIGHTS, "wb") as file:
-            file.write(header)
-            file.truncate(num_bytes)
+        if num_ranks > 1:
+            files = {name: _model_file(rank, num_ranks) for name, rank in model_owners(model, num_ranks).items()}
+            total_size = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
+            index = {"metadata": {"total_size": total_size}, "weight_map": files}
+            (unfinished / _INDEX).write_text(json.dumps(index, indent=2))
 
 
-def write_rows(
-    directory: Path, model: PreTrainedModel, dtype: torch.dtype, rows: Mapping[str, tuple[int, Tensor]]
-) -> None:
-    """Write rows of tensors, each from its first one on, into the weights that `describe_model` made room for.
-
-    Rows of dimension 0 lie one after the other in the file, so that no rank ever needs another's.
-    """
-    _, starts, _ = _layout(model, dtype)
-    with _saving(directory) as unfinished, open(unfinished / _WEIGHTS, "r+b") as file:
-        for name in starts.keys() & rows.keys():
-            first_row, tensor = rows[name]
-            file.seek(starts[name] + first_row * tensor[0].numel() * dtype.itemsize)
-            file.write(bytes_of(tensor))
-        file.flush()
-        os.fsync(file.fileno())
+def _model_file(rank: int, num_ranks: int) -> str:
+    return f"model-{rank + 1:05}-of-{num_ranks:05}.safetensors" if num_ranks > 1 else "model.safetensors"
 
 
 def finish_model(directory: Path) -> None:
-    """All of a model is written: let it take the place of the one before."""
+    """Replace the previous model by the written one."""
     with _saving(directory) as unfinished:
         replace(unfinished, directory)
 
 
-def _layout(model: PreTrainedModel, dtype: torch.dtype) -> tuple[bytes, dict[str, int], int]:
-    """The header of a safetensors file of the whole model, where each tensor begins, and how long the file is."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts: dict[str, int] = {}
-    end = 0
-    for name, parameter in model.named_parameters():
-        starts[name] = end
-        end += parameter.shape.numel() * dtype.itemsize
-        entries[name] = {
-            "dtype": _DTYPES[dtype],
-            "shape": list(parameter.shape),
-            "data_offsets": [starts[name], end],
-        }
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    header = struct.pack("<Q", len(text)) + text
-    return header, {name: len(header) + start for name, start in starts.items()}, len(header) + end
+@contextmanager
+def discarded_if_unfinished(directory: Path) -> Iterator[None]:
+    """On a failed save, delete what was written: a full disk needs the room."""
+    try:
+        yield
+    except SaveFailed:
+        discard(directory)
+        raise
 
 
 def check_replaceable(directory: Path) -> None:
-    """A model may take the place of a model or of nothing: whatever else lay there would be deleted."""
+    """Refuse to save a model over a directory that holds anything else, which would be deleted."""
     is_model = (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
     is_empty = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
     if not (is_model or is_empty):
@@ -292,10 +268,10 @@ def check_replaceable(directory: Path) -> None:
 
 
 def replace(unfinished: Path, directory: Path) -> None:
-    """Bring every file of `unfinished` to disk, then let it take the place of `directory`."""
+    """fsync every file of `unfinished`, then rename it to `directory`."""
     for path in unfinished.rglob("*"):
         if path.is_file():
-            _bring_to_disk(path)
+            _fsync(path)
         else:
             fsync_directory(path)
     fsync_directory(unfinished)
@@ -304,6 +280,6 @@ def replace(unfinished: Path, directory: Path) -> None:
     fsync_directory(directory.parent)
 
 
-def _bring_to_disk(path: Path) -> None:
+def _fsync(path: Path) -> None:
     with open(path, "rb") as file:
         os.fsync(file.fileno())

@@ -1,10 +1,10 @@
-"""What the ranks of one trainer do together: meet, agree on a number, add up. Knows nothing of RL.
+"""Rendezvous and collective operations of trainer ranks. Knows nothing of RL.
 
-Ranks meet at a store that listens where it is told to, on loopback by default, and then talk to each other by gloo on
-CPUs and by NCCL between GPUs. Only numbers travel that way, and nothing that arrives is unpickled.
+Ranks rendezvous at a store, which listens on loopback by default, and then communicate by gloo on CPUs and by NCCL
+between GPUs. Only numbers travel that way, and nothing that arrives is unpickled.
 
 Invariant that lives here:
- 15. Bounded waits: ranks meet within a deadline, and those that did not come are named.
+ 15. Bounded waits: the rendezvous has a deadline, and ranks missing from it are named.
 """
 
 import os
@@ -21,12 +21,12 @@ from headway.codec import noun
 from headway.errors import DeadlineExceeded
 
 LOOPBACK = "127.0.0.1"
-_MEET_S = 300.0  # they come as soon as they have imported what they need
+_RENDEZVOUS_S = 300.0  # covers the imports of a rank's process
 
 
 @noun
-class Place:
-    """Where rank number `rank` meets the others, whose names are `names`; `deadline_s` is of any wait for them."""
+class RankSpec:
+    """What a rank needs to join the others: its number, all names, the store's address, and the deadline of waits."""
 
     rank: int
     names: tuple[str, ...]
@@ -35,8 +35,8 @@ class Place:
     deadline_s: float
 
 
-class Meeting:
-    """The store at which ranks find each other. It belongs to whoever starts them, and must outlive them."""
+class Rendezvous:
+    """The store at which ranks find each other. It belongs to the process that starts them, and must outlive them."""
 
     def __init__(self, names: Sequence[str], deadline_s: float, host: str = LOOPBACK):
         self._names, self._deadline_s, self._host = tuple(names), deadline_s, host
@@ -48,47 +48,48 @@ class Meeting:
         )
 
     @property
-    def places(self) -> list[Place]:
-        where = self._names, self._host, self._port, self._deadline_s
-        return [Place(rank, *where) for rank in range(len(self._names))]
+    def specs(self) -> list[RankSpec]:
+        shared = self._names, self._host, self._port, self._deadline_s
+        return [RankSpec(rank, *shared) for rank in range(len(self._names))]
 
 
-def join(place: Place, device: torch.device) -> "Ranks":
-    """Meet the other ranks of `place`; from here on this process is one of them."""
-    if place.host == LOOPBACK:
+def join(spec: RankSpec, device: torch.device) -> "Ranks":
+    """Join the other ranks; afterwards this process takes part in collective operations."""
+    if spec.host == LOOPBACK:
         for knob in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(knob, "lo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # Below the deadline of whoever started this rank, so that those missing are named first.
-    meet_s = min(_MEET_S, place.deadline_s / 2)
-    store = TCPStore(place.host, place.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=meet_s))
-    _wait_for_all(store, place, meet_s)
-    # The host agrees over gloo, which does not wait for what a GPU is still computing.
+    # Below the deadline for starting this rank, so that the error names the missing ranks.
+    timeout_s = min(_RENDEZVOUS_S, spec.deadline_s / 2)
+    timeout = timedelta(seconds=timeout_s)
+    store = TCPStore(spec.host, spec.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    _wait_for_all(store, spec, timeout_s)
+    # Host numbers go over gloo, which does not wait for pending work of a GPU.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    num, patience = len(place.names), timedelta(seconds=place.deadline_s)
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=num, timeout=patience)
-    return Ranks(place.rank, num)
+    num, patience = len(spec.names), timedelta(seconds=spec.deadline_s)
+    dist.init_process_group(backend, store=store, rank=spec.rank, world_size=num, timeout=patience)
+    return Ranks(spec.rank, num)
 
 
-def _wait_for_all(store: TCPStore, place: Place, meet_s: float) -> None:
-    store.set(f"here/{place.rank}", "")
-    keys = {f"here/{rank}": name for rank, name in enumerate(place.names)}
+def _wait_for_all(store: TCPStore, spec: RankSpec, timeout_s: float) -> None:
+    store.set(f"joined/{spec.rank}", "")
+    keys = {f"joined/{rank}": name for rank, name in enumerate(spec.names)}
     try:
-        store.wait(list(keys), timedelta(seconds=meet_s))
+        store.wait(list(keys), timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:
         missing = ", ".join(name for key, name in keys.items() if not store.check([key]))
-        raise DeadlineExceeded(f"{missing} did not come to where ranks meet within {meet_s:g} s") from error
+        raise DeadlineExceeded(f"the rendezvous of ranks timed out after {timeout_s:g} s: {missing} missing") from error
 
 
 class Ranks:
-    """The ranks of a trainer as one of them sees them; of a single rank, everything is as it is."""
+    """The ranks of a trainer as one of them sees them; a single rank agrees with itself without communication."""
 
     def __init__(self, rank: int = 0, num: int = 1):
         self.rank, self.num = rank, num
 
     def rows(self, num_rows: int) -> range:
-        """The rows this rank holds of a tensor that has `num_rows`, as FSDP2 deals them: some ranks may have none."""
+        """The rows this rank holds of a tensor of `num_rows`, as FSDP2 splits it: some ranks may have none."""
         size = -(-num_rows // self.num)
         return range(min(self.rank * size, num_rows), min((self.rank + 1) * size, num_rows))
 
@@ -101,7 +102,7 @@ class Ranks:
         return int(found)
 
     def combined(self, figures: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The figures of all ranks as those of one: sums add up, maxima (`…_max`) compare."""
+        """The figures of all ranks together: sums, but maxima of those named `…_max`."""
         if self.num == 1:
             return dict(figures)
         combined: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""The optimizer of the trainer and the warm-up: how large a step is, and how gradients of a narrow type are scaled."""
+"""AdamW over fp32 master weights, learning-rate warm-up, and the scale of fp16 gradients."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,37 +9,46 @@ from torch import Tensor
 from headway.config import TrainerSection
 
 SCALE_SHIFTS = (0, 6, 12, 18)
-"""Halvings of the scale of fp16 gradients, one after the other while they overflow."""
+"""Halvings of the fp16 gradient scale, tried in this order while gradients overflow."""
 
 
 def adamw(weights: Iterable[Tensor], section: TrainerSection, lr: float) -> torch.optim.AdamW:
-    """Weight decay is for matrices; norms and biases are left alone."""
+    """AdamW with weight decay on matrices only, and its moments allocated.
+
+    Left to itself, AdamW allocates them one by one in its first step. Memory that ran out there would leave some
+    parameters without moments, and show up only after the first batch.
+    """
     weights = list(weights)
-    matrices = [weight for weight in weights if weight.ndim >= 2]
-    vectors = [weight for weight in weights if weight.ndim < 2]
     groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": section.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [weight for weight in weights if weight.ndim >= 2], "weight_decay": section.weight_decay},
+        {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=lr,
         betas=(section.beta1, section.beta2),
         eps=section.adam_eps,
         fused=True,
     )
+    for weight in weights:
+        optimizer.state[weight] = {
+            "step": torch.zeros((), dtype=torch.float32, device=weight.device),
+            "exp_avg": torch.zeros_like(weight, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(weight, requires_grad=False),
+        }
+    return optimizer
 
 
 def warmed_up(step: int, warmup_steps: int) -> float:
-    """The share of the learning rate at a step: rising linearly, then 1."""
+    """The fraction of the learning rate at a step: rises linearly to 1."""
     return min(1.0, (step + 1) / max(1, warmup_steps))
 
 
 def gradient_scale(dtype: torch.dtype, num_trained: int, shift: int) -> float:
-    """What gradients are multiplied by in passes of a type of narrow range.
+    """The factor by which fp16 passes scale the loss; 1 for other types.
 
-    Divided by the number of trained tokens, most gradients of a token would be too small for fp16; multiplied by it
-    they are about as large as those of one token's loss. A power of two rounds nothing, and `shift` halvings make it
-    smaller. It follows from the batch alone, so that a replay takes the same.
+    Divided by the number of trained tokens, most gradients of one token would underflow in fp16; multiplied by it they
+    are as large as those of one token's loss. A power of two rounds nothing, and each `shift` halves it. It depends on
+    the batch alone, so that a replay uses the same.
     """
     return 2.0 ** (num_trained.bit_length() - 1 - shift) if dtype == torch.float16 and num_trained else 1.0

@@ -1,12 +1,11 @@
-"""The trainer: batch → micro-batches → loss → optimizer step → published weights.
+"""The trainer: batch → advantages → micro-batches → loss → optimizer step → published weights.
 
-It is blind to where the data came from. The proximal pass is free in the first minibatch, where π_prox is exactly
-π_θ before the step; later minibatches get theirs from a forward pass before any weight moves. The host hands a whole
-training step to the device and reads back once, at its end: whether an optimizer step may move the weights is decided
-on the device.
+It does not know where the data came from. The proximal pass is free in the first minibatch, where π_prox is exactly
+π_θ before the step; later minibatches need a forward pass before any weight moves. The host queues a whole training
+step on the device and synchronises once, at its end: the device decides whether an optimizer step moves the weights.
 
-A trainer is one rank, alone or of several (ranks.py). What several have to agree on is agreed here: how many
-micro-batches there are, the figures of a minibatch, and so whether a step is skipped.
+A `Trainer` is one rank, alone or of several (ranks.py). Every rank is given the whole batch and picks its share; ranks
+agree on the number of micro-batches and on the sums of a minibatch, and so on whether a step is skipped.
 
 Invariants that live here:
   7. The loss is Eq. 5 (losses.py); what this file adds is that π_prox is the weights before this training step.
@@ -18,8 +17,9 @@ Invariants that live here:
 import asyncio
 import logging
 import math
+import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,14 +31,13 @@ import torch
 from torch import Tensor
 
 from headway.config import AlgorithmSection, ModelSection, TrainerSection, WeightsSection
-from headway.errors import ConfigError, InvariantBroken, OutOfMemory, SaveFailed
+from headway.errors import ConfigError, InvariantBroken, OutOfMemory, SaveFailed, WorkerDied
 from headway.model.device import DTYPES, find_device
 from headway.model.loading import compile_blocks, load_model, model_shape, named_weights
 from headway.model.logprobs import Policy
 from headway.model.shape import flops
-from headway.model.sharding import full_tensor, local_rows, shard, shard_like
+from headway.model.sharding import full_tensor, local_rows, shard
 from headway.model.tokenizer import load_tokenizer
-from headway.runtime.compute import offload
 from headway.training import checkpoint
 from headway.training.algorithms.losses import (
     PolicyLossInput,
@@ -47,40 +46,38 @@ from headway.training.algorithms.losses import (
     merge_metrics,
     naive_ppo,
 )
-from headway.training.batches import Fit, MicroBatch, micro_batches, shares_of, whole_sample
-from headway.training.collective import Ranks
+from headway.training.batches import MemoryFit, MicroBatch, Share, micro_batches, share_of, whole_sample
+from headway.training.checkpoint import CheckpointPart
+from headway.training.collective import Ranks, RankSpec, join
 from headway.training.optimizer import SCALE_SHIFTS, adamw, gradient_scale, warmed_up
-from headway.types import (
-    Batch,
-    Floats,
-    Ints,
-    Sample,
-    Scores,
-    Share,
-    StepReport,
-    WeightUpdate,
-    piece_key,
-)
-from headway.weights.fingerprints import digest, fingerprints
+from headway.training.state import HostCopy, restore, state_tensors
+from headway.types import Batch, Floats, Ints, Sample, Scores, StepReport, WeightUpdate
 from headway.weights.publish import Publisher, as_part
 
 if TYPE_CHECKING:
     from headway.weights.cuda import DevicePublisher
 
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _SHARED_MEMORY = WeightsSection(transport="shared_memory")
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """A minibatch that was handed to the device; its figures may not exist yet."""
+    """A minibatch that was queued on the device; its figures may not exist yet."""
 
     denominator: int
     metrics: dict[str, Tensor]
+    nonfinite: Tensor  # 1 if this minibatch or one before it was not finite, else 0
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    version: int
+    state: HostCopy
+    pieces: dict[str, tuple[int, int]]  # of tensors split over ranks: the first row here, and the total of rows
 
 
 class Trainer:
-    """One rank. Methods are called one at a time; the heavy ones run on the compute thread."""
+    """One rank. Its synchronous methods run on the compute thread, one at a time."""
 
     def __init__(
         self,
@@ -89,15 +86,16 @@ class Trainer:
         algorithm: AlgorithmSection,
         worst_staleness: int | None,
         weights: WeightsSection = _SHARED_MEMORY,
-        ranks: Ranks | None = None,
+        fit: MemoryFit | None = None,
+        spec: RankSpec | None = None,
     ):
-        """`weights` says how they travel; besides what a config can name, by "cuda" from GPU to GPU of this machine."""
+        """`spec` is for a rank of several. Transport "cuda", from GPU to GPU of this machine, is not in the config."""
         self.section, self.algorithm = section, algorithm
         self.worst_staleness = worst_staleness
-        self.ranks = ranks or Ranks()
         self.version = 0
         self._model_path, self._dtype = model.path, DTYPES[model.dtype]
         self.device = find_device("trainer.device", section.device, self._dtype)
+        self.ranks = join(spec, self.device) if spec else Ranks()
         self._publish_on_device = weights.transport == "cuda"
         self._publisher = _make_publisher(self.device, weights, self.ranks)
         self._model = load_model(model.path, torch.float32)
@@ -106,160 +104,142 @@ class Trainer:
         if section.compile and self.device.type == "cuda" and self._dtype != torch.float32:
             compile_blocks(self._model)
         self.optimizer = adamw(self.masters.named.values(), section, section.lr)
-        self.make_fit(Fit(section.token_budget, section.gradient_checkpointing))
+        self.set_fit(fit or MemoryFit(section.token_budget, section.gradient_checkpointing))
         self._cost = partial(flops, shape=model_shape(self._model.config))
         self._before: dict[str, Tensor] | None = None  # the state a training step of several minibatches began with
-        self._kept: checkpoint.State | None = None
+        self._moved = False  # whether weights may differ from those the training step began with
+        self._copying: HostCopy | None = None  # may be incomplete
+        self._snapshot: _Snapshot | None = None
         self._read: checkpoint.Checkpoint | None = None
 
     async def close(self) -> None:
         self._publisher.close()
+        if self.ranks.num > 1:
+            # The compute thread may wait in a pass for a rank that has exited, and would block this process for ever.
+            os._exit(0)
 
-    async def alive(self) -> None:
-        """Answered even in the middle of a pass."""
+    async def ping(self) -> None:
+        """Answered even during a pass."""
 
-    async def train(self, batch: Batch) -> StepReport:
-        return await offload(self.train_batch, batch)
+    # Training
 
-    async def publish(self) -> WeightUpdate:
-        return await offload(self.publish_weights)
+    def train(self, batch: Batch) -> StepReport:
+        """One training step: all minibatches of the batch; adds one version, or none if anything was not finite.
 
-    async def score(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
-        return await offload(self.score_sequences, sequences, temperature)
-
-    async def keep(self) -> None:
-        """Set the state of this version aside, to be written while training goes on."""
-        await offload(self.keep_state)
-
-    async def save(self, directory: str) -> None:
-        """Write what was kept as a checkpoint, beside whatever else goes on."""
-        await asyncio.to_thread(self.write_kept, Path(directory))
-
-    async def load(self, directory: str) -> int:
-        return await offload(self.load_state, Path(directory))
-
-    async def save_model(self, directory: str) -> None:
-        await offload(self.write_model, Path(directory))
-
-    def train_batch(self, batch: Batch) -> StepReport:
-        """One training step: all minibatches of the batch; adds one version, or none if anything was not finite."""
-        check_staleness(batch, self.worst_staleness)
-        return self.train_share(*shares_of(batch, self.algorithm, self.section.minibatches, 1, self._cost))
-
-    def train_share(self, share: Share) -> StepReport:
-        """This rank's part of a training step; the report is of the whole step, and the same on every rank."""
+        The report is of all ranks together, and the same on each but for its times. The step starts over in smaller
+        micro-batches when memory runs out, and with a smaller gradient scale when fp16 gradients overflow.
+        """
         started = time.time()
-        if share.version != self.version:
-            raise InvariantBroken(f"a batch for version {share.version} reached a trainer at version {self.version}")
-        # Ratios are clamped, so an infinite one would pass through the loss as a number, and a meaningless one.
+        check_batch(batch, self.version, self.worst_staleness)
+        ranks, num_minibatches = self.ranks, self.section.minibatches
+        share = share_of(batch, self.algorithm, num_minibatches, self._cost, ranks.rank, ranks.num)
+        metrics: dict[str, float] = {}
+        skipped, shifts = "a behaviour log-prob is not finite", list[int]()
+        # Ratios are clamped: the loss of an infinite log-prob would be finite, and meaningless.
         if share.finite:
-            metrics, skipped = self._train_as_fits(share)
-        else:
-            metrics, skipped = {}, "a behaviour log-prob is not finite"
+            shifts = list(SCALE_SHIFTS if self._dtype == torch.float16 else SCALE_SHIFTS[:1])
+        while skipped and shifts:
+            # The one error that a tighter fit resolves.
+            try:
+                metrics, skipped = self._train_minibatches(share, shifts[0])
+                del shifts[0]
+            except torch.OutOfMemoryError as error:
+                self._reduce_memory(error, share.longest)
         if not skipped:
             self.version += 1
         return StepReport(
             version=self.version,
             skipped=skipped,
-            num_tokens=share.num_sampled,
+            num_tokens=batch.num_sampled,
             started=started,
             seconds=time.time() - started,
             metrics=_per_token(metrics) | {"lr": self.optimizer.param_groups[0]["lr"]},
         )
 
-    def make_fit(self, fit: Fit) -> None:
+    def set_fit(self, fit: MemoryFit) -> None:
         self.fit = fit
         if fit.recompute:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
 
-    def _train_as_fits(self, share: Share) -> tuple[dict[str, float], str]:
-        """The step as the config says, or in a tighter way from the first time that does not fit."""
-        while True:
-            # The one error that a tighter fit mends.
-            try:
-                return self._train_in_range(share)
-            except torch.OutOfMemoryError as error:
-                logging.getLogger(__name__).warning("out of memory with %s: %s", self.fit, error)
-                # The others wait for this rank in the middle of a pass: only beginning anew can bring them together.
-                if self.ranks.num > 1:
-                    raise OutOfMemory(f"out of memory with {self.fit}: {error}") from error
-                self.make_fit(self.fit.tighter(share.longest))
-            self.optimizer.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()
-
-    def _train_in_range(self, share: Share) -> tuple[dict[str, float], str]:
-        """The step; in fp16, should gradients overflow, again with smaller ones, and always from the largest on."""
-        for shift in SCALE_SHIFTS if self._dtype == torch.float16 else (0,):
-            metrics, skipped = self._train_minibatches(share, shift)
-            if not skipped:
-                break
-        return metrics, skipped
+    def _reduce_memory(self, error: torch.OutOfMemoryError, longest: int) -> None:
+        """Return to the state before this training step, with a tighter fit for the next attempt."""
+        sentence = f"out of memory with {self.fit}: {error}"
+        logging.getLogger(__name__).warning(sentence)
+        # The others wait for this rank in a pass: only new processes can rendezvous again.
+        if self.ranks.num > 1:
+            raise OutOfMemory(sentence) from error
+        # Trained once more, the batch would count twice; a new trainer starts from the record.
+        if self._moved and self._before is None:
+            raise WorkerDied(f"the trainer ran {sentence}, while weights moved") from error
+        self.set_fit(self.fit.reduce(longest))
+        self._undo()
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
 
     def _train_minibatches(self, share: Share, scale_shift: int) -> tuple[dict[str, float], str]:
         """The sums of the step's metrics, and why it was skipped, if it was; then nothing has moved."""
-        packed = [self._pack(samples) for samples in share.minibatches]
-        packed[1:] = [[self._with_proximal(micro_batch) for micro_batch in part] for part in packed[1:]]
-        self._before = self._snapshot() if len(packed) > 1 else None
-        untouched = not self.optimizer.state
-        self._set_learning_rate()
-        spoilt = torch.zeros((), device=self.device)
+        self._moved, self._before = False, None
+        minibatches = [self._pack(samples) for samples in share.minibatches]
+        minibatches[1:] = [[self._with_proximal(part) for part in minibatch] for minibatch in minibatches[1:]]
+        if len(minibatches) > 1:
+            self._before = {name: tensor.clone() for name, tensor in self._state().items()}
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.section.lr * warmed_up(self.version, self.section.warmup_steps)
+        nonfinite = torch.zeros((), device=self.device)
         outcomes = []
-        try:
-            for part, num_trained in zip(packed, share.num_trained, strict=True):
-                scale = gradient_scale(self._dtype, num_trained, scale_shift)
-                outcome, spoilt = self._train_minibatch(part, num_trained, share.version, spoilt, scale)
-                outcomes.append(outcome)
-        except torch.OutOfMemoryError:
-            self._go_back()
-            raise
+        for minibatch, num_trained in zip(minibatches, share.num_trained, strict=True):
+            scale = gradient_scale(self._dtype, num_trained, scale_shift)
+            outcomes.append(self._optimizer_step(minibatch, num_trained, nonfinite, scale))
+            nonfinite = outcomes[-1].nonfinite
         metrics, skipped = _read_back(outcomes)
-        metrics["micro_batches"] = float(sum(map(len, packed)))
+        metrics["micro_batches"] = float(sum(map(len, minibatches)))
         if skipped:
             self.optimizer.zero_grad(set_to_none=True)
-            self._go_back()
-            if untouched:
-                self.optimizer.state.clear()
+            self._undo()
         self._before = None
         return metrics, skipped
 
-    def _go_back(self) -> None:
-        """Undo what earlier minibatches of this training step have moved."""
-        if self._before is not None:
-            self._restore(self._before)
+    def _optimizer_step(
+        self, minibatch: list[MicroBatch], denominator: int, nonfinite: Tensor, scale: float
+    ) -> _Outcome:
+        """One minibatch. Weights stay if its loss or gradient is not finite, or an earlier minibatch's was `nonfinite`.
 
-    def _train_minibatch(
-        self, micro_batches: list[MicroBatch], denominator: int, version: int, spoilt: Tensor, scale: float
-    ) -> tuple[_Outcome, Tensor]:
-        """One optimizer step, which moves nothing if loss or gradient are not finite, or something was `spoilt` before.
-
-        What it returns in the place of `spoilt` is 1 in that case, else 0. Passes compute gradients `scale` times as
-        large as they are.
+        Passes compute gradients multiplied by `scale`.
         """
         self.optimizer.zero_grad(set_to_none=True)
         parts = []
-        for micro_batch in micro_batches:
-            output = self._loss(micro_batch, denominator, version)
+        for micro_batch in minibatch:
+            output = self._loss(micro_batch, denominator)
             (output.loss * scale).backward()
             parts.append(output.metrics | {"loss_sum": output.loss.detach() * denominator})
-        self._divide_gradients(scale)
-        norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.masters.named.values(), self.section.clip_norm))
-        metrics = self.ranks.combined(merge_metrics(parts)) | {"grad_norm_max": norm}
-        finite = torch.isfinite(metrics["loss_sum"]) & torch.isfinite(norm)
-        spoilt = torch.maximum(spoilt, (~finite).to(spoilt.dtype))
-        # Where torch's loss scaling says that gradients overflowed: the fused step reads it on the device.
-        self.optimizer.found_inf = spoilt  # type: ignore[attr-defined]
-        self.optimizer.step()
-        self.masters.refresh()
-        return _Outcome(denominator, metrics), spoilt
-
-    def _divide_gradients(self, scale: float) -> None:
         for master in self.masters.named.values():
             if scale != 1 and master.grad is not None:
                 master.grad /= scale
+        norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.masters.named.values(), self.section.clip_norm))
+        metrics = self.ranks.combined(merge_metrics(parts)) | {"grad_norm_max": norm}
+        finite = torch.isfinite(metrics["loss_sum"]) & torch.isfinite(norm)
+        nonfinite = torch.maximum(nonfinite, (~finite).to(nonfinite.dtype))
+        # The flag of torch's loss scaling for overflowed gradients: the fused step reads it on the device.
+        self.optimizer.found_inf = nonfinite  # type: ignore[attr-defined]
+        self._before_change()
+        self.optimizer.step()
+        self.masters.refresh()
+        return _Outcome(denominator, metrics, nonfinite)
+
+    def _before_change(self) -> None:
+        self._moved = True
+        if self._copying is not None:
+            self._copying.hold_changes()
+            self._copying = None
+
+    def _undo(self) -> None:
+        """Restore the state that this training step began with, if earlier minibatches have moved it."""
+        if self._before is not None:
+            self._restore(self._before)
 
     def _pack(self, samples: Listed[Sample]) -> list[MicroBatch]:
         longest = max((len(sample.tokens) for sample in samples), default=0)
-        # Where too little memory has lowered the budget, a longer sequence than were known then may still come.
+        # After memory ran out, the budget may be below the length of a sequence that comes later.
         budget = max(self.fit.token_budget, min(longest, self.section.token_budget))
         return micro_batches(samples, budget, self._cost, self.device, self.ranks.most)
 
@@ -267,7 +247,7 @@ class Trainer:
         out: tuple[Tensor, Tensor] = self.policy(*micro_batch.forward_arguments)
         return out
 
-    def _loss(self, micro_batch: MicroBatch, denominator: float, version: int) -> PolicyLossOutput:
+    def _loss(self, micro_batch: MicroBatch, denominator: float) -> PolicyLossOutput:
         logprobs_M, entropy_M = self._forward(micro_batch)
         # Without a proximal pass this is the first minibatch: no weight has moved, so π_prox is π_θ.
         proximal_M = logprobs_M.detach() if micro_batch.proximal_M is None else micro_batch.proximal_M
@@ -285,8 +265,8 @@ class Trainer:
             )
         else:
             output = naive_ppo(inputs, denominator, chosen.clip_eps)
-        # Tokens sampled under these very weights show how far engine and trainer disagree.
-        gap_M = (proximal_M - micro_batch.behaviour_M).abs() * (micro_batch.versions_M == version)
+        # Tokens sampled under exactly these weights show how far engine and trainer disagree.
+        gap_M = (proximal_M - micro_batch.behaviour_M).abs() * (micro_batch.versions_M == self.version)
         largest = torch.cat([gap_M, gap_M.new_zeros(1)]).max()  # there may be no token at all
         extra = {"entropy_sum": entropy_M.sum(), "logprob_gap_max": largest}
         return PolicyLossOutput(output.loss, output.metrics | extra)
@@ -295,34 +275,21 @@ class Trainer:
     def _with_proximal(self, micro_batch: MicroBatch) -> MicroBatch:
         return replace(micro_batch, proximal_M=self._forward(micro_batch)[0])
 
-    def _set_learning_rate(self) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.section.lr * warmed_up(self.version, self.section.warmup_steps)
-
-    def _snapshot(self) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self._state_tensors()}
+    def _state(self) -> dict[str, Tensor]:
+        return state_tensors(self.masters, self.optimizer)
 
     def _restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put this rank's rows of weights and optimizer back, in place."""
-        with torch.no_grad():
-            for name, master in self.masters.named.items():
-                local_rows(master).copy_(tensors[f"weights/{name}"])
-                found = {kind: tensors[key] for kind in _MOMENTS if (key := f"{kind}/{name}") in tensors}
-                placed = {kind: value.to(master.device, copy=True) for kind, value in found.items()}
-                self.optimizer.state[master] = {kind: shard_like(master, value) for kind, value in placed.items()}
+        """Copy this rank's rows of weights and moments into place."""
+        self._before_change()
+        restore(self._state(), tensors)
         self.masters.refresh()
 
-    def _state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's rows of the master weights and of the optimizer's state, by parameter name."""
-        for name, master in self.masters.named.items():
-            yield f"weights/{name}", local_rows(master.detach())
-            for kind, value in self.optimizer.state.get(master, {}).items():
-                yield f"{kind}/{name}", local_rows(value)
+    # Weights
 
     def published_weights(self) -> dict[str, Tensor]:
-        """What engines receive of this rank: its rows of the cast tensors the forward pass uses, on this device.
+        """The weights that engines receive from this rank: its rows of the cast tensors that the forward pass uses.
 
-        Tied ones stay one tensor; those of which this rank has no rows are left out.
+        Tied tensors stay one tensor; those of which this rank has no rows are left out.
         """
         rows: dict[int, Tensor] = {}
         for tensor in named_weights(self._model).values():
@@ -331,17 +298,17 @@ class Trainer:
         named = {name: rows[id(tensor)] for name, tensor in named_weights(self._model).items()}
         return {name: tensor for name, tensor in named.items() if len(tensor)}
 
-    def publish_weights(self) -> WeightUpdate:
+    def publish(self) -> WeightUpdate:
         update = self._publisher.publish(self.version, self._to_publish())
         return as_part(update, self._rows_published()) if self.ranks.num > 1 else update
 
     def _rows_published(self) -> dict[str, tuple[range, int]]:
-        """Of each published tensor: which rows this rank has, and how many there are."""
+        """Which rows of each published tensor this rank has, and how many there are."""
         sizes = {name: len(tensor) for name, tensor in named_weights(self._model).items()}
         return {name: (self.ranks.rows(size), size) for name, size in sizes.items()}
 
     def _to_publish(self) -> dict[str, Tensor]:
-        """The weights where they are published from: this device, or the host; tied ones stay one tensor."""
+        """The published weights on the device or the host they are published from; tied tensors stay one tensor."""
         tensors = self.published_weights()
         if self._publish_on_device or self.device.type == "cpu":
             return tensors
@@ -353,13 +320,9 @@ class Trainer:
         torch.cuda.synchronize(self.device)
         return {name: held[id(tensor)] for name, tensor in tensors.items()}
 
-    def fingerprints(self) -> dict[str, str]:
-        """Those an update of these weights would have."""
-        found, rows = fingerprints(self._to_publish(), self._publish_on_device), self._rows_published()
-        return {piece_key(name, *rows[name]): value for name, value in found.items()}
-
     @torch.no_grad()
-    def score_sequences(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
+    def score(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
+        """Log-probs of every token but the first of each sequence; every rank scores all of them."""
         samples = [whole_sample(tokens, temperature) for tokens in sequences]
         found: dict[int, Floats] = {}
         for micro_batch in self._pack(samples):
@@ -369,60 +332,59 @@ class Trainer:
                 found[id(sample)] = np.concatenate([np.zeros(1, np.float32), logprobs.numpy()])
         return Scores(self.version, tuple(found[id(sample)] for sample in samples))
 
-    def keep_state(self) -> None:
-        self._kept = None  # two of them may be too much memory
-        self._kept = checkpoint.State(self.version, *self.state_to_save(), self.fingerprints())
+    # Checkpoints and models
 
-    def write_kept(self, directory: Path) -> None:
-        kept = self.take_kept(directory)
-        checkpoint.save(directory, kept.version, kept.tensors, {"digest": digest(kept.fingerprints)})
+    def snapshot(self) -> None:
+        """Copy the state of this version to the host, to be written by `save` while training continues."""
+        self._snapshot = self._copying = None  # two of them may not fit into memory
+        self._snapshot = self._take_snapshot(self._state())
+        self._copying = self._snapshot.state
 
-    def take_kept(self, directory: Path) -> checkpoint.State:
-        """What was kept, which may then be kept no longer."""
-        kept, self._kept = self._kept, None
-        if kept is None:
-            raise SaveFailed(f"cannot write {directory}: the trainer has begun anew since, and kept nothing")
-        return kept
-
-    def state_to_save(self) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
-        """This rank's tensors, and of those of which others have rows too: the first row, and how many there are.
-
-        In the middle of a training step they are those it began with.
-        """
-        state = self._before if self._before is not None else dict(self._state_tensors())
-        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
+    def _take_snapshot(self, state: Mapping[str, Tensor]) -> _Snapshot:
+        rows = {name: self.ranks.rows(len(master)) for name, master in self.masters.named.items()}
         whole = {name: len(master) for name, master in self.masters.named.items()}
-        split = {key: whole[key.partition("/")[2]] for key, tensor in tensors.items() if tensor.ndim}
-        if self.ranks.rank == 0:
-            tensors["random_state"] = torch.get_rng_state()
-        else:  # what is no row is the same on all ranks
-            tensors = {key: tensors[key] for key in split}
-        return tensors, {key: (self.ranks.rows(size).start, size) for key, size in split.items()}
+        names = {key: key.partition("/")[2] for key, tensor in state.items() if tensor.ndim}
+        # Scalars are the same on all ranks.
+        mine = {key: tensor for key, tensor in state.items() if key in names or self.ranks.rank == 0}
+        pieces = {key: (rows[name].start, whole[name]) for key, name in names.items()}
+        return _Snapshot(self.version, HostCopy(mine, self.device), pieces)
 
-    def load_state(self, directory: Path) -> int:
-        self.read_state(directory)
-        return self.adopt_state()
+    async def save(self, directory: str) -> CheckpointPart:
+        """Write this rank's part of the snapshot, and release it."""
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is None:
+            raise SaveFailed(f"cannot write {directory}: the trainer has restarted since and has no snapshot")
+        return await asyncio.to_thread(self._write, Path(directory), snapshot)
 
-    def read_state(self, directory: Path) -> None:
-        """Read and check this rank's rows of a checkpoint, of however many ranks it is; nothing changes yet."""
+    async def rescue(self, directory: str) -> CheckpointPart:
+        """Write this rank's part of the state before this training step; the compute thread may be stuck in it."""
+        return await asyncio.to_thread(self._rescue, Path(directory))
+
+    def _rescue(self, directory: Path) -> CheckpointPart:
+        # The stream of the pass is stuck, too.
+        with torch.cuda.stream(torch.cuda.Stream(self.device) if self.device.type == "cuda" else None):
+            return self._write(directory, self._take_snapshot(self._before or self._state()))
+
+    def _write(self, directory: Path, snapshot: _Snapshot) -> CheckpointPart:
+        file = f"state-{self.ranks.rank}-of-{self.ranks.num}.safetensors"
+        return checkpoint.write_part(directory, file, snapshot.version, snapshot.state.tensors(), snapshot.pieces)
+
+    def read(self, directory: str) -> None:
+        """Read and check this rank's rows of a checkpoint, written by any number of ranks; nothing changes yet."""
         self._read = None
-        read = checkpoint.load(directory, self._rows_to_load)
+        read = checkpoint.load(Path(directory), lambda name, num_rows: self.ranks.rows(num_rows))
         self._check_same_model(read.shapes, directory)
         self._read = read
 
-    def _rows_to_load(self, name: str, num_rows: int) -> range:
-        return range(num_rows) if name == "random_state" else self.ranks.rows(num_rows)
-
-    def adopt_state(self) -> int:
-        """Go on from what was read."""
+    def adopt(self) -> int:
+        """Continue from the checkpoint that was read; returns its version."""
         assert self._read is not None
         read, self._read = self._read, None
-        torch.set_rng_state(read.tensors.pop("random_state"))
         self._restore(read.tensors)
         self.version = read.version
         return self.version
 
-    def _check_same_model(self, shapes: Mapping[str, tuple[int, ...]], directory: Path) -> None:
+    def _check_same_model(self, shapes: Mapping[str, tuple[int, ...]], directory: str) -> None:
         theirs = {name: shape for name, shape in shapes.items() if name.startswith("weights/")}
         ours = {f"weights/{name}": tuple(master.shape) for name, master in self.masters.named.items()}
         differing = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
@@ -430,23 +392,23 @@ class Trainer:
             there, here = (shapes.get(differing[0], "absent") for shapes in (theirs, ours))
             raise ConfigError(f"checkpoint {directory} is of another model: {differing[0]} is {there}, here {here}")
 
-    def write_model(self, directory: Path) -> None:
-        """The current weights as an ordinary transformers directory, in the type they were published in."""
-        model = load_model(self._model_path, self._dtype)
-        model.load_state_dict(self.published_weights())
-        checkpoint.save_model(directory, model, load_tokenizer(self._model_path))
-
-    def describe_model(self, directory: Path) -> None:
-        """All of that directory but the weights, of which every rank then writes its rows."""
-        checkpoint.describe_model(directory, self._model, self._dtype, load_tokenizer(self._model_path))
-
-    def write_rows(self, directory: Path) -> None:
-        rows = self._rows_published()
-        placed = {name: (rows[name][0].start, tensor) for name, tensor in self.published_weights().items()}
-        checkpoint.write_rows(directory, self._model, self._dtype, placed)
+    def write_model(self, directory: str) -> None:
+        """Write this rank's tensors of a transformers directory, in the published type; rank 0 writes the rest, too."""
+        owners = checkpoint.model_owners(self._model, self.ranks.num)
+        mine = {}
+        for name, parameter in self._model.named_parameters():
+            whole = full_tensor(parameter.detach())  # every rank takes part
+            if owners[name] == self.ranks.rank:
+                mine[name] = whole.to(self._dtype).cpu()
+        checkpoint.write_model_part(Path(directory), mine, self.ranks.rank, self.ranks.num)
+        if self.ranks.rank == 0:
+            tokenizer = load_tokenizer(self._model_path)
+            checkpoint.describe_model(Path(directory), self._model, self._dtype, tokenizer, self.ranks.num)
 
 
-def check_staleness(batch: Batch, worst_staleness: int | None) -> None:
+def check_batch(batch: Batch, version: int, worst_staleness: int | None) -> None:
+    if batch.version != version:
+        raise InvariantBroken(f"a batch for version {batch.version} reached a trainer at version {version}")
     worst = max(batch.staleness, default=0)
     if worst_staleness is not None and worst > worst_staleness:
         raise InvariantBroken(f"a batch is {worst} versions stale, beyond the bound of {worst_staleness}")
@@ -462,7 +424,7 @@ def _make_publisher(device: torch.device, weights: WeightsSection, ranks: Ranks)
 
 
 def _read_back(outcomes: list[_Outcome]) -> tuple[dict[str, float], str]:
-    """The sums and maxima of all minibatches, and what was not finite, if anything was: the one wait for the device."""
+    """The sums and maxima of all minibatches, and what was not finite, if anything: the one synchronisation."""
     if not outcomes:
         return {}, ""
     merged = merge_metrics(outcome.metrics for outcome in outcomes)
@@ -477,7 +439,7 @@ def _read_back(outcomes: list[_Outcome]) -> tuple[dict[str, float], str]:
 
 
 def _per_token(totals: Mapping[str, float]) -> dict[str, float]:
-    """Sums over all minibatches as the per-token figures a person reads."""
+    """Sums over all minibatches as means per token."""
     tokens = max(1.0, totals.get("tokens", 0.0))
     names = {
         "loss": "loss_sum",

@@ -32,6 +32,7 @@ from headway.record.shards import RunLog
 from headway.rollout.reward_pool import RewardPool
 from headway.rollout.worker import RolloutWorker
 from headway.runtime.inline import InlineRuntime
+from headway.training.checkpoint import CheckpointPart
 from headway.training.trainer import Trainer
 from headway.types import (
     Batch,
@@ -230,9 +231,9 @@ class Patient(StandInTrainer):
         self.num_seen = self.rewards.num_verdicts
         return report
 
-    async def save(self, directory: str) -> None:
+    async def save(self, directory: str) -> CheckpointPart:
         await self._wait_for_generation()
-        await super().save(directory)
+        return await super().save(directory)
 
     async def _wait_for_generation(self) -> None:
         while self.version < self.last_version and self.rewards.num_verdicts == self.num_seen:
@@ -253,12 +254,12 @@ class SlowDisk(StandInTrainer):
 
     last_version: int = 0
 
-    async def save(self, directory: str) -> None:
+    async def save(self, directory: str) -> CheckpointPart:
         assert self.kept is not None
         version = self.kept[0]
         while self.version == version < self.last_version:
             await asyncio.sleep(0)
-        await super().save(directory)
+        return await super().save(directory)
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
@@ -273,7 +274,7 @@ def test_training_does_not_wait_for_a_checkpoint_to_be_written(make_stage: MakeS
     order = [(event.kind, event.version) for event in events if event.kind in ("taken", "checkpointed")]
     assert all(order.index(("checkpointed", version)) > order.index(("taken", version)) for version in written[:-1])
     slot = [event.slot for event in events if event.kind == "checkpointed"][-1]
-    assert json.loads((stage.directory / "checkpoint" / slot).read_text())[0] == 8
+    assert json.loads((stage.directory / "checkpoint" / slot / "state.json").read_text())[0] == 8
 
 
 class Told(FakeEngine):
@@ -332,11 +333,12 @@ def crash_after(num_events: int, run: Stage, into: Stage) -> None:
     shutil.copytree(run.directory / "record", into.directory / "record")
     lines = (run.directory / "events.jsonl").read_text().splitlines(keepends=True)
     (into.directory / "events.jsonl").write_text("".join(lines[:num_events]))
-    (into.directory / "checkpoint").mkdir()
+    for slot in ("a", "b"):
+        (into.directory / "checkpoint" / slot).mkdir(parents=True)
     for event in read(into.directory / "events.jsonl"):
         if event.kind == "checkpointed":
             state = [event.version, run.trainer.weights_at[event.version]]
-            (into.directory / "checkpoint" / event.slot).write_text(json.dumps(state))
+            (into.directory / "checkpoint" / event.slot / "state.json").write_text(json.dumps(state))
 
 
 def test_a_resume_that_trains_to_other_weights_is_refused(make_stage: MakeStage) -> None:

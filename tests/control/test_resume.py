@@ -141,14 +141,14 @@ def test_a_signal_ends_the_run_in_order_and_resume_goes_on(
 
 
 def flip_a_byte(slot: Path) -> None:
-    tensors = slot / "state.safetensors"
+    tensors = slot / "state-0-of-1.safetensors"
     data = bytearray(tensors.read_bytes())
     data[-100] ^= 1
     tensors.write_bytes(data)
 
 
 def cut_short(slot: Path) -> None:
-    tensors = slot / "state.safetensors"
+    tensors = slot / "state-0-of-1.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-100])
 
 

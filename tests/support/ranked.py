@@ -52,9 +52,10 @@ class Stage:
 
     def begin(self, **knobs: Any) -> RankedTrainer:
         """The ranks at version 0 with these knobs."""
+        worst_staleness = knobs.pop("worst_staleness", None)
         _, section, algorithm = sections(self.path, len(self.ranks), **knobs)
-        self.trainer._section, self.trainer._algorithm = section, algorithm
-        self.each("begin", section, algorithm)
+        self.trainer._section = section
+        self.each("begin", section, algorithm, worst_staleness)
         return self.trainer
 
     def one(self, **knobs: Any) -> Trainer:
@@ -65,7 +66,7 @@ class Stage:
         return self.run(self.trainer._each(method, *args))
 
     def save(self, directory: Path) -> None:
-        self.run(self.trainer.keep())
+        self.run(self.trainer.snapshot())
         self.run(self.trainer.save(str(directory)))
 
     def gradients(self) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ from headway.runtime.compute import awaitable
 from headway.runtime.handle import remote_methods
 from headway.runtime.protocol import Runtime
 from headway.tasks.prompts import PromptStream
+from headway.training.checkpoint import CheckpointPart
 from headway.types import (
     Batch,
     Ints,
@@ -58,7 +59,7 @@ class StandInTrainer:
     num_asked: int = 0
     weights_at: dict[int, str] = field(default_factory=dict)
 
-    async def alive(self) -> None:
+    async def ping(self) -> None:
         pass
 
     async def train(self, batch: Batch) -> StepReport:
@@ -84,23 +85,27 @@ class StandInTrainer:
     async def score(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
         return Scores(self.version, tuple(np.zeros(len(tokens), np.float32) for tokens in sequences))
 
-    async def keep(self) -> None:
+    async def snapshot(self) -> None:
         await self.pace()
         self.kept = self.version, self.weights
 
-    async def save(self, directory: str) -> None:
+    async def save(self, directory: str) -> CheckpointPart:
         if self.kept is None:
-            raise SaveFailed(f"cannot write {directory}: nothing was kept")
+            raise SaveFailed(f"cannot write {directory}: there is no snapshot")
         kept, self.kept = self.kept, None
         await self.pace()
-        Path(directory).parent.mkdir(exist_ok=True)
-        Path(directory).write_text(json.dumps(kept))
+        Path(f"{directory}.unfinished", "state.json").write_text(json.dumps(kept))
+        return CheckpointPart(kept[0], "state.json", {})
 
-    async def load(self, directory: str) -> int:
-        self.version, self.weights = json.loads(Path(directory).read_text())
+    async def read(self, directory: str) -> None:
+        self.kept = json.loads(Path(directory, "state.json").read_text())
+
+    async def adopt(self) -> int:
+        assert self.kept is not None
+        (self.version, self.weights), self.kept = self.kept, None
         return self.version
 
-    async def save_model(self, directory: str) -> None:
+    async def write_model(self, directory: str) -> None:
         pass
 
 

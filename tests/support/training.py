@@ -3,6 +3,7 @@
 The reference knows nothing of packing, micro-batches or fused log-probs: one padded tensor, `log_softmax`, autograd.
 """
 
+import asyncio
 import dataclasses
 import math
 from collections.abc import Sequence as Listed
@@ -28,7 +29,7 @@ from headway.types import (
     StopReason,
     Trajectory,
 )
-from headway.weights.fingerprints import digest
+from headway.weights.fingerprints import digest, fingerprints
 
 VOCABULARY = 52  # of the tiny models
 CLIP_EPS = 0.2
@@ -199,7 +200,7 @@ def gradients_of(source: torch.nn.Module | Masters, prefix: str = "") -> dict[st
 def trained_gradients(path: str, batch: Batch, **knobs: Any) -> dict[str, Tensor]:
     """The gradient a trainer of one minibatch steps with, unclipped."""
     trainer = make_trainer(path, clip_norm=1e9, **knobs)
-    report = trainer.train_batch(batch)
+    report = trainer.train(batch)
     assert not report.skipped
     return gradients_of(trainer.masters, "model.")
 
@@ -234,9 +235,21 @@ def stale_batch(path: str, version: int = 0, first: int = 0, num_groups: int = 4
 
 
 def save_state(trainer: Trainer, directory: Path) -> None:
-    trainer.keep_state()
-    trainer.write_kept(directory)
+    checkpoint.begin(directory)
+    trainer.snapshot()
+    checkpoint.finish(directory, [asyncio.run(trainer.save(str(directory)))])
+
+
+def load_state(trainer: Trainer, directory: Path) -> int:
+    trainer.read(str(directory))
+    return trainer.adopt()
+
+
+def write_model(trainer: Trainer, directory: Path) -> None:
+    checkpoint.begin(directory)
+    trainer.write_model(str(directory))
+    checkpoint.finish_model(directory)
 
 
 def digest_of(trainer: Trainer) -> str:
-    return digest(trainer.fingerprints())
+    return digest(fingerprints({name: tensor.cpu() for name, tensor in trainer.published_weights().items()}))

@@ -15,6 +15,7 @@ from headway.control import controller as controller_module
 from headway.control.controller import Controller
 from headway.errors import HeadwayError, SaveFailed
 from headway.record.log import read
+from headway.training.checkpoint import CheckpointPart
 
 
 class FullDisk(StandInTrainer):
@@ -22,10 +23,10 @@ class FullDisk(StandInTrainer):
 
     full_at: frozenset[int] = frozenset()
 
-    async def save(self, directory: str) -> None:
+    async def save(self, directory: str) -> CheckpointPart:
         if self.kept and self.kept[0] in self.full_at:
             raise SaveFailed(f"cannot write {directory}: No space left on device; make room or repair the disk")
-        await super().save(directory)
+        return await super().save(directory)
 
 
 def on_full_disk(stage: Stage, *versions: int) -> None:
@@ -63,12 +64,12 @@ def test_a_trainer_that_dies_as_it_writes_a_checkpoint_costs_that_one_unless_it_
     make_stage: MakeStage, version: int
 ) -> None:
     class Dying(StandInTrainer):
-        async def save(self, directory: str) -> None:
+        async def save(self, directory: str) -> CheckpointPart:
             if self.kept and self.kept[0] == version and not died:
                 died.append(True)
                 stage.runtime.kill("trainer")
                 await asyncio.Event().wait()
-            await super().save(directory)
+            return await super().save(directory)
 
     died: list[bool] = []
     stage = make_stage({"run": {"steps": 8}, "checkpoint": {"every": 2}}, mortal=True)

@@ -3,6 +3,7 @@
 Invariant 14: crash safety.
 """
 
+import asyncio
 import gc
 import json
 import os
@@ -18,7 +19,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from training import digest_of, make_batch, make_trainer, plain_model, same_bits, save_state, state_of
+from training import (
+    digest_of,
+    load_state,
+    make_batch,
+    make_trainer,
+    plain_model,
+    same_bits,
+    save_state,
+    state_of,
+    write_model,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headway.errors import ConfigError, HeadwayError, SaveFailed
@@ -39,18 +50,16 @@ def tensors_for(version: int) -> dict[str, Tensor]:
         "weights/matrix": torch.arange(12.0).view(3, 4) + version,
         "weights/vector": torch.full((5,), version, dtype=torch.bfloat16),
         "step/matrix": torch.tensor(float(version)),
-        "random_state": torch.arange(7, dtype=torch.uint8),
     }
 
 
 def save(directory: Path, version: int) -> None:
-    checkpoint.save(directory, version, tensors_for(version), {"digest": f"{version:x}"})
+    checkpoint.save(directory, version, tensors_for(version))
 
 
 def is_whole(directory: Path, version: int) -> bool:
     found = checkpoint.load(directory)
-    expected = (version, {"digest": f"{version:x}"})
-    return (found.version, found.extra) == expected and same_bits(found.tensors, tensors_for(version))
+    return found.version == version and same_bits(found.tensors, tensors_for(version))
 
 
 def refusal(directory: Path) -> str:
@@ -176,7 +185,7 @@ def test_a_damaged_tensor_is_named(tmp_path: Path) -> None:
     save(tmp_path / "a", 4)
     other = tensors_for(4) | {"weights/vector": torch.zeros(5, dtype=torch.bfloat16)}
     save_file(other, tmp_path / "a" / "state.safetensors")
-    said = f"checkpoint {tmp_path / 'a'} is damaged: weights/vector is not as it was saved"
+    said = f"checkpoint {tmp_path / 'a'} is damaged: weights/vector does not match its checksum"
     assert refusal(tmp_path / "a") == said
 
 
@@ -185,14 +194,17 @@ def test_the_same_bytes_in_another_shape_or_type_are_not_the_same_tensor(tmp_pat
     matrix = tensors_for(4)["weights/matrix"]
     for other in (matrix.view(4, 3), matrix.view(torch.int32)):
         save_file(tensors_for(4) | {"weights/matrix": other}, tmp_path / "a" / "state.safetensors")
-        assert refusal(tmp_path / "a").endswith(" is damaged: weights/matrix is not as it was saved")
+        assert refusal(tmp_path / "a").endswith(" is damaged: weights/matrix does not match its checksum")
 
 
 def test_a_version_changed_by_hand_is_detected(tmp_path: Path) -> None:
     save(tmp_path / "a", 4)
     path = tmp_path / "a" / "checkpoint.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 5}))
-    assert refusal(tmp_path / "a") == f"checkpoint {tmp_path / 'a'} is damaged: checkpoint.json is not as it was saved"
+    assert (
+        refusal(tmp_path / "a")
+        == f"checkpoint {tmp_path / 'a'} is damaged: checkpoint.json does not match its checksum"
+    )
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", "{}", '{"checksum": ""}', "\x00"])
@@ -217,7 +229,7 @@ def test_a_missing_or_truncated_file_is_one_sentence(tmp_path: Path, name: str) 
 
 def steps(trainer: Trainer, versions: range) -> None:
     for version in versions:
-        assert not trainer.train_batch(make_batch(version, first=10 * version)).skipped
+        assert not trainer.train(make_batch(version, first=10 * version)).skipped
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
@@ -232,46 +244,40 @@ def test_a_loaded_trainer_goes_on_bit_for_bit(tiny_model: str, tmp_path: Path, d
     }
     first, second = (make_trainer(tiny_model, **knobs) for _ in range(2))
     steps(first, range(2))
-    first.score_sequences((np.arange(20, dtype=np.int32),), 1.0)  # as after every step, before a checkpoint
+    first.score((np.arange(20, dtype=np.int32),), 1.0)  # as after every step, before a checkpoint
     save_state(first, tmp_path / "a")
     saved = checkpoint.load(tmp_path / "a")
-    assert saved.extra["digest"] == digest_of(first) and saved.version == 2
-    assert {name.split("/")[0] for name in saved.tensors} == {
-        "weights",
-        "step",
-        "exp_avg",
-        "exp_avg_sq",
-        "random_state",
-    }
-    assert all(t.dtype == torch.float32 for name, t in saved.tensors.items() if name != "random_state")
-    assert second.load_state(tmp_path / "a") == second.version == 2
+    assert saved.version == 2
+    assert {name.split("/")[0] for name in saved.tensors} == {"weights", "step", "exp_avg", "exp_avg_sq"}
+    assert all(tensor.dtype == torch.float32 for tensor in saved.tensors.values())
+    assert load_state(second, tmp_path / "a") == second.version == 2
     assert digest_of(second) == digest_of(first)
     for trainer in (first, second):
         steps(trainer, range(2, 4))
     assert same_bits(state_of(first, tmp_path / "one"), state_of(second, tmp_path / "other"))
 
 
-def test_what_was_kept_is_of_its_own_version_however_far_training_has_gone_on(tiny_model: str, tmp_path: Path) -> None:
+def test_a_snapshot_is_of_its_own_version_however_far_training_has_continued(tiny_model: str, tmp_path: Path) -> None:
     trainer, other = (make_trainer(tiny_model, lr=1e-3) for _ in range(2))
     steps(trainer, range(2))
     exact = state_of(trainer, tmp_path / "exact")
-    trainer.keep_state()
-    torch.manual_seed(99)
+    trainer.snapshot()
     steps(trainer, range(2, 4))
-    trainer.write_kept(tmp_path / "a")
+    checkpoint.begin(tmp_path / "a")
+    checkpoint.finish(tmp_path / "a", [asyncio.run(trainer.save(str(tmp_path / "a")))])
     assert same_bits(checkpoint.load(tmp_path / "a").tensors, exact)
-    assert other.load_state(tmp_path / "a") == 2
+    assert load_state(other, tmp_path / "a") == 2
     steps(other, range(2, 4))
     assert digest_of(other) == digest_of(trainer)
-    with pytest.raises(SaveFailed, match=r"cannot write .*/b: the trainer has begun anew since, and kept nothing"):
-        trainer.write_kept(tmp_path / "b")
+    with pytest.raises(SaveFailed, match=r"cannot write .*/b: the trainer has restarted since and has no snapshot"):
+        asyncio.run(trainer.save(str(tmp_path / "b")))
 
 
 def test_a_checkpoint_of_the_first_weights_clears_a_used_optimizer(tiny_model: str, tmp_path: Path) -> None:
     fresh, used = make_trainer(tiny_model), make_trainer(tiny_model, lr=1e-3)
     save_state(fresh, tmp_path / "a")
     steps(used, range(1))
-    assert used.load_state(tmp_path / "a") == 0
+    assert load_state(used, tmp_path / "a") == 0
     assert same_bits(state_of(used, tmp_path / "one"), state_of(fresh, tmp_path / "other"))
 
 
@@ -290,7 +296,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_sentence_and_changes_no
     trainer = make_trainer(tiny_variant(ours))
     before = digest_of(trainer)
     with pytest.raises(ConfigError) as error:
-        trainer.load_state(tmp_path / "a")
+        load_state(trainer, tmp_path / "a")
     assert str(error.value) == f"checkpoint {tmp_path / 'a'} is of another model: {named}"
     assert digest_of(trainer) == before and trainer.version == 0
 
@@ -299,9 +305,9 @@ def test_a_checkpoint_of_other_shapes_is_refused_by_the_first_of_them(tiny_model
     trainer = make_trainer(tiny_model)
     tensors = state_of(trainer, tmp_path / "a")
     tensors["weights/model.model.norm.weight"] = torch.ones(1)  # would broadcast
-    checkpoint.save(tmp_path / "b", 1, tensors, {})
+    checkpoint.save(tmp_path / "b", 1, tensors)
     with pytest.raises(ConfigError) as error:
-        trainer.load_state(tmp_path / "b")
+        load_state(trainer, tmp_path / "b")
     said = "is of another model: weights/model.model.norm.weight is (1,), here (64,)"
     assert str(error.value) == f"checkpoint {tmp_path / 'b'} {said}"
 
@@ -309,13 +315,13 @@ def test_a_checkpoint_of_other_shapes_is_refused_by_the_first_of_them(tiny_model
 def test_a_damaged_checkpoint_leaves_the_trainer_as_it_was(tiny_model: str, tmp_path: Path) -> None:
     trainer = make_trainer(tiny_model, lr=1e-3)
     save_state(trainer, tmp_path / "a")
-    path = tmp_path / "a" / "state.safetensors"
+    path = tmp_path / "a" / "state-0-of-1.safetensors"
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    trainer.train_batch(Batch(0, make_batch(0).groups))
+    trainer.train(Batch(0, make_batch(0).groups))
     before = digest_of(trainer)
     with pytest.raises(HeadwayError):
-        trainer.load_state(tmp_path / "a")
+        load_state(trainer, tmp_path / "a")
     assert digest_of(trainer) == before and trainer.version == 1
 
 
@@ -347,7 +353,7 @@ def test_a_trained_model_is_written_in_the_type_and_with_the_bits_it_was_publish
 ) -> None:
     trainer = make_trainer(tiny_model, lr=1e-2, dtype=dtype)
     steps(trainer, range(2))
-    trainer.write_model(tmp_path / "model")
+    write_model(trainer, tmp_path / "model")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == dtype
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     published = trainer.published_weights()

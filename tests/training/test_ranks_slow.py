@@ -21,7 +21,7 @@ from ranked import Stage
 from system import HeadwayProcess, check_finished, check_record, write_config
 from test_ranks import FP32_ROUNDING, SEQUENCES, batch_of, stale
 from test_ranks_saved import losses
-from training import distance, make_batch, plain_model, save_state, trained_gradients
+from training import distance, load_state, make_batch, plain_model, save_state, trained_gradients
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from headway.config import Config, load
@@ -33,7 +33,6 @@ from headway.record.events import Event
 from headway.record.ledger import RunState, fold, ledger
 from headway.runtime.channel import RemoteError
 from headway.training import checkpoint
-from headway.training.ranks import sign_of_life
 from headway.weights.shadow import ShadowWeights
 
 pytestmark = pytest.mark.slow
@@ -85,10 +84,10 @@ def test_steps_of_four_ranks_are_those_of_one(four: Stage, minibatches: int) -> 
     ranked, one = four.begin(**knobs), four.one(**knobs)
     for version in range(3):
         batch = stale(four.path, make_batch(version, num_groups=6, first=10 * version))
-        found, expected = four.run(ranked.train(batch)), one.train_batch(batch)
+        found, expected = four.run(ranked.train(batch)), one.train(batch)
         for name in found.metrics.keys() - {"num_micro_batches"}:
             assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-3, abs=1e-5), name
-    scores, exact = four.run(ranked.score(SEQUENCES, 0.8)), one.score_sequences(SEQUENCES, 0.8)
+    scores, exact = four.run(ranked.score(SEQUENCES, 0.8)), one.score(SEQUENCES, 0.8)
     assert max(float(np.abs(a - b).max()) for a, b in zip(scores.logprobs, exact.logprobs, strict=True)) < 1e-4
 
 
@@ -103,9 +102,9 @@ def test_checkpoints_of_four_ranks_go_on_with_the_same_loss_on_one_two_and_four(
     assert four.run(ranked.load(str(tmp_path / "a"))) == 2
     assert losses(lambda batch: four.run(ranked.train(batch)), range(2, 4)) == expected
     one = four.one(**knobs)
-    assert one.load_state(tmp_path / "a") == 2
+    assert load_state(one, tmp_path / "a") == 2
     save_state(one, tmp_path / "one")
-    assert losses(one.train_batch, range(2, 4)) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert losses(one.train, range(2, 4)) == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert four.run(four.begin(**knobs).load(str(tmp_path / "one"))) == 2
     assert losses(lambda batch: four.run(ranked.train(batch)), range(2, 4)) == expected
     two = make_stage(2, **knobs)
@@ -155,14 +154,14 @@ def test_uneven_empty_and_tied_pieces_are_trained_published_saved_and_written(
         assert shadow.swap() == update.fingerprints
         stage.save(tmp_path / "a")
         one = stage.one(dtype=dtype)
-        assert one.load_state(tmp_path / "a") == 1
+        assert load_state(one, tmp_path / "a") == 1
         exact = one.published_weights()
         assert all(torch.equal(tensor, exact[name]) for name, tensor in named_weights(model).items())
         stage.run(stage.trainer.save_model(str(tmp_path / "model")))
         written = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
         assert all(torch.equal(written[name], tensor) for name, tensor in exact.items())
         assert stage.run(stage.trainer.load(str(tmp_path / "a"))) == 1
-        scores, known = stage.run(stage.trainer.score(SEQUENCES, 1.0)), one.score_sequences(SEQUENCES, 1.0)
+        scores, known = stage.run(stage.trainer.score(SEQUENCES, 1.0)), one.score(SEQUENCES, 1.0)
         gap = max(float(np.abs(a - b).max()) for a, b in zip(scores.logprobs, known.logprobs, strict=True))
         assert gap < (1e-5 if dtype == "float32" else 0.05)
     finally:
@@ -220,7 +219,7 @@ def test_a_sign_of_life_is_given_in_the_middle_of_a_training_step(make_stage: Ca
         training, waits = asyncio.ensure_future(stage.trainer.train(batch)), list[float]()
         while not training.done():
             started = time.monotonic()
-            await sign_of_life(stage.trainer, 10.0)
+            await stage.trainer.ping(10.0)
             waits.append(time.monotonic() - started)
             await asyncio.sleep(0.1)
         assert not training.result().skipped
@@ -256,7 +255,7 @@ def test_one_rank_without_enough_memory_makes_the_micro_batches_of_all_smaller_a
         for version, lengths in enumerate([(9, 9, 9, 9), (9, 9, 30, 30, 9, 9, 30, 30), (30, 30, 30, 30)])
     )
     reports = [stage.run(stage.trainer.train(batch)) for batch in (small, large, third)]
-    exact = [one.train_batch(batch) for batch in (small, large, third)]
+    exact = [one.train(batch) for batch in (small, large, third)]
     assert [report.version for report in reports] == [1, 2, 3]
     for found, expected in zip(reports, exact, strict=True):
         assert found.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=1e-3, abs=1e-5)

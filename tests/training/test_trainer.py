@@ -34,11 +34,15 @@ from training import (
     stale_batch,
     trained_gradients,
     weights_of,
+    write_model,
 )
 
+from headway.config import AlgorithmSection, ModelSection, TrainerSection, WeightsSection
+from headway.runtime.inline import InlineRuntime
 from headway.training import trainer as trainer_module
-from headway.training.trainer import Trainer
-from headway.types import Batch, Group, Sequence, Share, Trajectory
+from headway.training.batches import Share
+from headway.training.ranks import RankedTrainer
+from headway.types import Batch, Group, Sequence, Trajectory
 
 OBJECTIVES = ["decoupled", "naive"]
 
@@ -62,7 +66,7 @@ def scalar_loss(rows: list[Row], current: list[list[float]], objective: str) -> 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_invariant_7_the_loss_of_a_stale_batch_is_that_of_a_scalar_reference(tiny_model: str, objective: str) -> None:
     batch = stale_batch(tiny_model)
-    report = make_trainer(tiny_model, objective=objective).train_batch(batch)
+    report = make_trainer(tiny_model, objective=objective).train(batch)
     rows = rows_of(batch.groups)
     current = [logprobs.tolist() for logprobs in row_logprobs(plain_model(tiny_model), rows)]
     expected = {name: scalar_loss(rows, current, name) for name in OBJECTIVES}
@@ -71,7 +75,7 @@ def test_invariant_7_the_loss_of_a_stale_batch_is_that_of_a_scalar_reference(tin
 
 
 def test_invariant_7_in_the_first_minibatch_the_proximal_policy_is_the_current_one(tiny_model: str) -> None:
-    metrics = make_trainer(tiny_model).train_batch(stale_batch(tiny_model)).metrics
+    metrics = make_trainer(tiny_model).train(stale_batch(tiny_model)).metrics
     assert metrics["clip_fraction"] == 0 and metrics["kl"] == 0
     assert metrics["behaviour_kl"] > 0 and metrics["behaviour_weight_max"] > 1
 
@@ -112,7 +116,7 @@ def test_invariant_7_two_steps_of_two_minibatches_are_those_of_a_plain_loop(tiny
     loop = PlainLoop(tiny_model, 3e-3, objective)
     for version in range(2):
         batch = stale_batch(tiny_model, version, first=10 * version)
-        report = trainer.train_batch(batch)
+        report = trainer.train(batch)
         assert report.metrics["loss"] == pytest.approx(loop.train(batch, 2), rel=1e-4, abs=1e-5)
     expected = {name: parameter.detach() for name, parameter in loop.model.named_parameters()}
     start = {name: parameter.detach() for name, parameter in plain_model(tiny_model).named_parameters()}
@@ -123,7 +127,7 @@ def test_invariant_7_two_steps_of_two_minibatches_are_those_of_a_plain_loop(tiny
 def test_invariant_7_later_minibatches_are_measured_from_the_weights_before_the_step(tiny_model: str) -> None:
     batch = stale_batch(tiny_model)
     knobs: dict[str, Any] = {"lr": 3e-2, "minibatches": 2}
-    metrics = make_trainer(tiny_model, **knobs).train_batch(batch).metrics
+    metrics = make_trainer(tiny_model, **knobs).train(batch).metrics
     right, wrong = (PlainLoop(tiny_model, 3e-2, "decoupled", before).train(batch, 2) for before in (True, False))
     assert abs(right - wrong) > 1e-2
     assert metrics["loss"] == pytest.approx(right, rel=1e-3)
@@ -132,7 +136,7 @@ def test_invariant_7_later_minibatches_are_measured_from_the_weights_before_the_
 
 def test_a_capped_behaviour_weight_counts_its_tokens(tiny_model: str) -> None:
     batch = stale_batch(tiny_model)
-    free, capped = (make_trainer(tiny_model, behaviour_cap=cap).train_batch(batch).metrics for cap in (0.0, 1.5))
+    free, capped = (make_trainer(tiny_model, behaviour_cap=cap).train(batch).metrics for cap in (0.0, 1.5))
     assert free["capped_fraction"] == 0 < capped["capped_fraction"] < 1
     assert free["behaviour_weight_max"] == capped["behaviour_weight_max"] > 1.5 and free["loss"] != capped["loss"]
 
@@ -145,14 +149,14 @@ def test_gradients_are_clipped_to_the_norm_and_reported_as_they_were(tiny_model:
     whole = trained_gradients(tiny_model, batch)
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in whole.values()))
     trainer = make_trainer(tiny_model, clip_norm=norm / 10)
-    assert trainer.train_batch(batch).metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert trainer.train(batch).metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
     clipped = gradients_of(trainer.masters, "model.")
     assert distance(clipped, {name: gradient / 10 for name, gradient in whole.items()}) < 1e-4
 
 
 def test_the_learning_rate_rises_linearly_and_then_stays(tiny_model: str) -> None:
     trainer = make_trainer(tiny_model, lr=1e-3, warmup_steps=4)
-    rates = [trainer.train_batch(make_batch(version)).metrics["lr"] for version in range(6)]
+    rates = [trainer.train(make_batch(version)).metrics["lr"] for version in range(6)]
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
 
 
@@ -161,7 +165,7 @@ def test_weight_decay_moves_matrices_and_nothing_else(tiny_variant: Callable[[st
     trainer = make_trainer(path, lr=0.1, weight_decay=0.5)
     before = weights_of(trainer)
     indifferent = Batch(0, (make_group(0, (1.0, 1.0)), make_group(1, (0.0, 0.0))))
-    report = trainer.train_batch(indifferent)
+    report = trainer.train(indifferent)
     assert report.version == 1 and report.metrics["grad_norm"] == 0 == report.metrics["loss"]
     for name, after in weights_of(trainer).items():
         expected = before[name] * (1 - 0.1 * 0.5) if after.ndim == 2 else before[name]
@@ -192,15 +196,13 @@ def test_fp16_gradients_point_where_the_fp32_ones_do_however_many_tokens_share_t
     batch = stale_batch(tiny_model)
     coarse, fine = (trained_gradients(tiny_model, batch, dtype=dtype) for dtype in ("float16", "float32"))
     assert 1e-5 < distance(coarse, fine) < 0.01
-    shares_of = trainer_module.shares_of
+    share_of = trainer_module.share_of
 
-    def among_many(*args: Any) -> list[Share]:
-        return [
-            dataclasses.replace(share, num_trained=tuple(n * 2**24 for n in share.num_trained))
-            for share in shares_of(*args)
-        ]
+    def among_many(*args: Any) -> Share:
+        share = share_of(*args)
+        return dataclasses.replace(share, num_trained=[n * 2**24 for n in share.num_trained])
 
-    monkeypatch.setattr(trainer_module, "shares_of", among_many)
+    monkeypatch.setattr(trainer_module, "share_of", among_many)
     many = trained_gradients(tiny_model, batch, dtype="float16")
     assert distance({name: gradient * 2.0**24 for name, gradient in many.items()}, coarse) < 1e-3
     monkeypatch.setattr(trainer_module, "gradient_scale", lambda *_: 1.0)
@@ -228,14 +230,14 @@ def test_published_weights_are_the_cast_masters_and_the_forward_pass_uses_exactl
     tiny_model: str, tmp_path: Path
 ) -> None:
     trainer = make_trainer(tiny_model, dtype="bfloat16", lr=1e-3)
-    trainer.train_batch(stale_batch(tiny_model))
+    trainer.train(stale_batch(tiny_model))
     masters, published = weights_of(trainer), trainer.published_weights()
     assert published.keys() == masters.keys() | {"lm_head.weight"}
     assert all(torch.equal(published[name], master.bfloat16()) for name, master in masters.items())
     assert any(not torch.equal(published[name].float(), master) for name, master in masters.items())
-    trainer.write_model(tmp_path / "model")
+    write_model(trainer, tmp_path / "model")
     rows = [np.arange(3, 40, dtype=np.int32), np.arange(50, 20, -1, dtype=np.int32)]
-    scores = trainer.score_sequences(tuple(rows), 0.7)
+    scores = trainer.score(tuple(rows), 0.7)
     assert scores.version == 1
     model = plain_model(str(tmp_path / "model"), torch.bfloat16)
     model.set_attn_implementation("sdpa")
@@ -255,7 +257,7 @@ def test_scores_are_the_log_probs_of_plain_transformers_in_the_order_they_were_a
     rows = [random.integers(3, 52, length).astype(np.int32) for length in (3, 40, 1, 17, 2)]
     with torch.no_grad():
         expected = reference_logprobs(plain_model(tiny_model), rows, [1.3] * len(rows))
-    scores = trainer.score_sequences(tuple(rows), 1.3)
+    scores = trainer.score(tuple(rows), 1.3)
     for found, exact in zip(scores.logprobs, expected, strict=True):
         torch.testing.assert_close(torch.from_numpy(found), exact, rtol=0, atol=1e-5)
 
@@ -275,34 +277,39 @@ def test_the_gap_between_engine_and_trainer_is_measured_on_tokens_of_this_versio
     trainer = make_trainer(tiny_model)
     trainer.version = 1
     batch = map_sequences(Batch(1, exact.groups), change)
-    assert trainer.train_batch(batch).metrics["logprob_gap_max"] == pytest.approx(0.25, abs=1e-5)
+    assert trainer.train(batch).metrics["logprob_gap_max"] == pytest.approx(0.25, abs=1e-5)
 
 
 def test_metrics_are_per_token_and_count_what_was_trained(tiny_model: str) -> None:
     batch = stale_batch(tiny_model)
-    report = make_trainer(tiny_model, token_budget=32, minibatches=2).train_batch(batch)
+    report = make_trainer(tiny_model, token_budget=32, minibatches=2).train(batch)
     assert report.num_tokens == batch.num_sampled and report.version == 1 and not report.skipped
     assert 0 < report.metrics["entropy"] <= math.log(52) and report.metrics["num_micro_batches"] > 4
     assert report.started > 0 and report.seconds > 0
     assert all(isinstance(value, float) and math.isfinite(value) for value in report.metrics.values())
 
 
-def test_the_coroutines_do_what_the_methods_do(tiny_model: str, tmp_path: Path) -> None:
-    async def life(trainer: Trainer) -> tuple[int, dict[str, str]]:
-        await trainer.train(make_batch())
-        await trainer.keep()
-        await trainer.save(str(tmp_path / "a"))
-        await trainer.save_model(str(tmp_path / "model"))
-        scores = await trainer.score((np.arange(5, dtype=np.int32),), 1.0)
-        fingerprints = (await trainer.publish()).fingerprints
-        await trainer.close()
-        return scores.version, fingerprints
+def test_a_trainer_behind_a_runtime_does_what_its_methods_do(tiny_model: str, tmp_path: Path) -> None:
+    async def run() -> dict[str, str]:
+        runtime = InlineRuntime()
+        sections = ModelSection(path=tiny_model), TrainerSection(), AlgorithmSection(), None
+        ranked = RankedTrainer(runtime, *sections, WeightsSection(transport="shared_memory"), tmp_path, 60.0)
+        await ranked.start()
+        await ranked.train(make_batch())
+        await ranked.snapshot()
+        await asyncio.gather(ranked.save(str(tmp_path / "a")), ranked.train(make_batch(1)))
+        assert await ranked.load(str(tmp_path / "a")) == 1
+        await ranked.save_model(str(tmp_path / "model"))
+        assert (await ranked.score((np.arange(5, dtype=np.int32),), 1.0)).version == 1
+        await ranked.ping(1.0)
+        fingerprints = (await ranked.publish()).fingerprints
+        await runtime.close()
+        return fingerprints
 
-    version, fingerprints = asyncio.run(life(make_trainer(tiny_model)))
+    fingerprints = asyncio.run(run())
     other = make_trainer(tiny_model)
-    other.train_batch(make_batch())
-    assert version == 1 and other.publish_weights().fingerprints == fingerprints
-    assert asyncio.run(make_trainer(tiny_model).load(str(tmp_path / "a"))) == 1
+    other.train(make_batch())
+    assert other.publish().fingerprints == fingerprints
     assert plain_model(str(tmp_path / "model")).config.model_type == "llama"
 
 
@@ -341,7 +348,7 @@ def test_a_batch_in_which_nothing_was_said_adds_a_version_and_moves_no_weight(
     silent = [tuple(make_trajectory(random, index, 1.0 - index, lengths=(0,)) for index in range(2)) for _ in range(2)]
     trainer = make_trainer(tiny_model, minibatches=minibatches)
     before = weights_of(trainer)
-    report = trainer.train_batch(Batch(0, tuple(Group(id, id, 0, 2, pair) for id, pair in enumerate(silent))))
+    report = trainer.train(Batch(0, tuple(Group(id, id, 0, 2, pair) for id, pair in enumerate(silent))))
     assert report.version == trainer.version == 1 and not report.skipped and report.num_tokens == 0
     assert same_bits(weights_of(trainer), before)
 
@@ -352,6 +359,6 @@ def test_a_minibatch_in_which_nothing_was_said_leaves_the_step_to_the_other(tiny
     spoken = make_group(1)
     both = make_trainer(tiny_model, minibatches=2)
     alone = make_trainer(tiny_model, minibatches=1)
-    both.train_batch(Batch(0, (Group(0, 0, 0, 2, pair), spoken)))
-    alone.train_batch(Batch(0, (spoken,)))
+    both.train(Batch(0, (Group(0, 0, 0, 2, pair), spoken)))
+    alone.train(Batch(0, (spoken,)))
     assert distance(weights_of(both), weights_of(alone)) < 1e-6

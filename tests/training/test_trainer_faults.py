@@ -23,7 +23,7 @@ from headway.types import Batch, Group, Sequence, Trajectory
 
 def test_a_batch_for_another_version_is_refused(tiny_model: str) -> None:
     with pytest.raises(InvariantBroken) as error:
-        make_trainer(tiny_model).train_batch(make_batch(version=3))
+        make_trainer(tiny_model).train(make_batch(version=3))
     assert str(error.value) == "a batch for version 3 reached a trainer at version 0"
 
 
@@ -31,15 +31,15 @@ def test_a_batch_beyond_the_staleness_bound_is_refused_and_one_at_it_is_trained(
     trainer = make_trainer(tiny_model, worst_staleness=2)
     trainer.version = 5
     with pytest.raises(InvariantBroken) as error:
-        trainer.train_batch(make_batch(version=5, data_version=2))
+        trainer.train(make_batch(version=5, data_version=2))
     assert str(error.value) == "a batch is 3 versions stale, beyond the bound of 2"
-    assert trainer.train_batch(make_batch(version=5, data_version=3)).version == 6
+    assert trainer.train(make_batch(version=5, data_version=3)).version == 6
 
 
 def test_without_a_bound_any_age_is_trained(tiny_model: str) -> None:
     trainer = make_trainer(tiny_model, worst_staleness=None)
     trainer.version = 500
-    assert trainer.train_batch(make_batch(version=500, data_version=0)).version == 501
+    assert trainer.train(make_batch(version=500, data_version=0)).version == 501
 
 
 # What is not finite
@@ -72,9 +72,9 @@ def test_a_behaviour_log_prob_that_is_not_finite_skips_the_step(
     tiny_model: str, tmp_path: Path, value: float, minibatches: int
 ) -> None:
     trainer = make_trainer(tiny_model, lr=1e-2, minibatches=minibatches)
-    trainer.train_batch(make_batch(0))
+    trainer.train(make_batch(0))
     before = state_of(trainer, tmp_path / "before")
-    report = trainer.train_batch(spoilt_logprob(make_batch(1, first=10), 13, value))
+    report = trainer.train(spoilt_logprob(make_batch(1, first=10), 13, value))
     assert report.skipped == "a behaviour log-prob is not finite"
     assert report.version == trainer.version == 1
     assert same_bits(state_of(trainer, tmp_path / "after"), before)
@@ -87,22 +87,22 @@ def test_a_loss_that_is_not_finite_in_either_minibatch_leaves_no_trace(
 ) -> None:
     trainer, untroubled = (make_trainer(tiny_model, lr=1e-2, minibatches=2, dtype=dtype) for _ in range(2))
     for each in (trainer, untroubled):
-        each.train_batch(make_batch(0))
-    trainer.score_sequences((np.arange(9, dtype=np.int32),), 1.0)
+        each.train(make_batch(0))
+    trainer.score((np.arange(9, dtype=np.int32),), 1.0)
     before = state_of(trainer, tmp_path / "before")
-    report = trainer.train_batch(spoilt_temperature(make_batch(1, first=10), culprit))
+    report = trainer.train(spoilt_temperature(make_batch(1, first=10), culprit))
     assert report.skipped == "loss nan, gradient norm nan" and report.version == trainer.version == 1
     assert same_bits(state_of(trainer, tmp_path / "after"), before)
     for each in (trainer, untroubled):
-        assert each.train_batch(make_batch(1, first=20)).version == 2
+        assert each.train(make_batch(1, first=20)).version == 2
     assert same_bits(state_of(trainer, tmp_path / "one"), state_of(untroubled, tmp_path / "other"))
 
 
 def test_a_first_step_that_is_skipped_leaves_the_optimizer_as_new(tiny_model: str, tmp_path: Path) -> None:
     trainer, fresh = (make_trainer(tiny_model, minibatches=2, warmup_steps=3) for _ in range(2))
-    assert trainer.train_batch(spoilt_temperature(make_batch(), 1)).skipped
+    assert trainer.train(spoilt_temperature(make_batch(), 1)).skipped
     assert same_bits(state_of(trainer, tmp_path / "a"), state_of(fresh, tmp_path / "b"))
-    reports = [each.train_batch(make_batch()) for each in (trainer, fresh)]
+    reports = [each.train(make_batch()) for each in (trainer, fresh)]
     assert reports[0].metrics == reports[1].metrics
     assert same_bits(state_of(trainer, tmp_path / "c"), state_of(fresh, tmp_path / "d"))
 
@@ -111,7 +111,7 @@ def test_weights_that_are_not_finite_skip_every_step_rather_than_spread(tiny_mod
     trainer = make_trainer(tiny_model)
     with torch.no_grad():
         next(trainer.policy.parameters())[5, 0] = math.inf
-    report = trainer.train_batch(make_batch())
+    report = trainer.train(make_batch())
     assert report.skipped.startswith("loss nan") and trainer.version == 0
 
 
@@ -120,7 +120,7 @@ def test_training_twice_gives_the_same_bits(tiny_model: str) -> None:
     for _ in range(2):
         trainer = make_trainer(tiny_model, lr=1e-3, minibatches=2, token_budget=48)
         for version in range(3):
-            trainer.train_batch(make_batch(version, first=10 * version))
+            trainer.train(make_batch(version, first=10 * version))
         digests.append(digest_of(trainer))
     assert digests[0] == digests[1]
 
@@ -138,7 +138,7 @@ def test_invariant_12_running_out_of_memory_makes_micro_batches_smaller_and_noth
         return forward(trainer, micro_batch)
 
     monkeypatch.setattr(Trainer, "_forward", forward_with_little_room)
-    one, other = (trainer.train_batch(make_batch(0)) for trainer in (calm, tight))
+    one, other = (trainer.train(make_batch(0)) for trainer in (calm, tight))
     assert one.metrics["num_micro_batches"] < other.metrics["num_micro_batches"]
     assert one.metrics["loss"] == pytest.approx(other.metrics["loss"], abs=1e-6)
     assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=1e-4)
@@ -157,11 +157,11 @@ def test_micro_batches_that_were_made_smaller_still_hold_a_longer_sequence_that_
         return forward(trainer, micro_batch)
 
     monkeypatch.setattr(Trainer, "_forward", forward_with_little_room)
-    trainer.train_batch(make_batch(0))
+    trainer.train(make_batch(0))
     assert trainer.fit.token_budget == 90 and not trainer.fit.recompute
     random = np.random.default_rng(0)
     pair = tuple(make_trajectory(random, index, float(index), lengths=(90,), version=1) for index in range(2))
-    assert trainer.train_batch(Batch(1, (Group(0, 0, 0, 2, pair),))).version == 2
+    assert trainer.train(Batch(1, (Group(0, 0, 0, 2, pair),))).version == 2
 
 
 def test_a_sequence_that_cannot_be_trained_at_all_ends_the_run_with_what_to_do(
@@ -175,7 +175,7 @@ def test_a_sequence_that_cannot_be_trained_at_all_ends_the_run_with_what_to_do(
     with pytest.raises(
         RunFailed, match=r"too little memory to train a sequence of \d+ tokens; lower sampling\.max_tok"
     ):
-        trainer.train_batch(make_batch(0))
+        trainer.train(make_batch(0))
     assert trainer.version == 0
 
 
@@ -195,7 +195,7 @@ def test_activations_are_recomputed_once_micro_batches_cannot_be_any_smaller(
     monkeypatch.setattr(Trainer, "_forward", forward_with_little_room)
     for version in range(2):
         batch = make_batch(version, first=10 * version)
-        one, other = (trainer.train_batch(batch) for trainer in (calm, tight))
+        one, other = (trainer.train(batch) for trainer in (calm, tight))
         assert one.metrics["loss"] == pytest.approx(other.metrics["loss"], abs=1e-6)
         assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=1e-4)
     longest = max(

@@ -17,6 +17,7 @@ from training import (
     digest_of,
     distance,
     gradients_of,
+    load_state,
     make_batch,
     make_trainer,
     plain_model,
@@ -148,14 +149,14 @@ def test_compiled_blocks_train_as_blocks_do_and_are_compiled_once_for_all_layers
     plain, compiled = (gpu_trainer(tiny_model, compile=on, **knobs) for on in (False, True))
     for version in range(2):
         batch = stale_batch(tiny_model, version, first=10 * version)
-        one, other = (each.train_batch(batch).metrics for each in (plain, compiled))
+        one, other = (each.train(batch).metrics for each in (plain, compiled))
         assert one["loss"] == pytest.approx(other["loss"], abs=2e-2)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=5e-2)
     # One for training; some versions of torch make a second when a size first changes. More would be one a length.
     assert counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"]
     rows = (np.arange(3, 40, dtype=np.int32),)
     np.testing.assert_allclose(
-        plain.score_sequences(rows, 0.7).logprobs[0], compiled.score_sequences(rows, 0.7).logprobs[0], atol=1e-1
+        plain.score(rows, 0.7).logprobs[0], compiled.score(rows, 0.7).logprobs[0], atol=1e-1
     )  # two trained models by now, each rounded to bf16 in its own order
 
 
@@ -163,10 +164,10 @@ def test_compiled_blocks_can_begin_to_recompute_their_activations_at_any_step(ti
     keeping, recomputing = (gpu_trainer(tiny_model, compile=True, dtype="bfloat16", token_budget=64) for _ in range(2))
     for version in range(3):
         if version == 1:
-            recomputing.make_fit(recomputing.fit.tighter(longest=64))
+            recomputing.make_fit(recomputing.fit.reduce(longest=64))
             assert recomputing.fit.recompute
         batch = stale_batch(tiny_model, version, first=10 * version)
-        one, other = (each.train_batch(batch).metrics for each in (keeping, recomputing))
+        one, other = (each.train(batch).metrics for each in (keeping, recomputing))
         assert one["loss"] == pytest.approx(other["loss"], abs=2e-3)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)
 
@@ -177,7 +178,7 @@ def test_two_bf16_steps_of_two_minibatches_follow_those_of_the_cpu(tiny_model: s
     start = weights_of(here)
     for version in range(2):
         batch = stale_batch(tiny_model, version, first=10 * version)
-        one, other = (each.train_batch(batch).metrics for each in (here, there))
+        one, other = (each.train(batch).metrics for each in (here, there))
         assert one["loss"] == pytest.approx(other["loss"], abs=2e-2)
         assert one["entropy"] == pytest.approx(other["entropy"], rel=1e-2)
     moved = {name: tensor.cpu() for name, tensor in weights_of(there).items()}
@@ -205,29 +206,29 @@ def test_the_host_waits_for_the_device_once_a_step(
 ) -> None:
     trainer = gpu_trainer(tiny_model, dtype="bfloat16", minibatches=minibatches, token_budget=64, compile=compiled)
     batches = [stale_batch(tiny_model, version, first=10 * version) for version in range(3)]
-    trainer.train_batch(batches[0])
+    trainer.train(batches[0])
     for batch in batches[1:]:
         waiting_is_an_error()
-        assert not trainer.train_batch(batch).skipped
+        assert not trainer.train(batch).skipped
 
 
 @pytest.mark.parametrize("culprit", [10, 11])
 def test_a_loss_that_is_not_finite_leaves_no_trace(tiny_model: str, tmp_path: Path, culprit: int) -> None:
     trainer = gpu_trainer(tiny_model, lr=1e-2, minibatches=2, dtype="bfloat16")
-    trainer.train_batch(make_batch(0))
+    trainer.train(make_batch(0))
     before = state_of(trainer, tmp_path / "before")
-    report = trainer.train_batch(spoilt_temperature(make_batch(1, first=10), culprit))
+    report = trainer.train(spoilt_temperature(make_batch(1, first=10), culprit))
     assert report.skipped == "loss nan, gradient norm nan" and trainer.version == 1
     assert same_bits(state_of(trainer, tmp_path / "after"), before)
     published, masters = trainer.published_weights(), weights_of(trainer)
     assert all(torch.equal(published[name], masters[name].bfloat16()) for name in masters)
-    assert trainer.train_batch(make_batch(1, first=20)).version == 2
+    assert trainer.train(make_batch(1, first=20)).version == 2
 
 
 def test_invariant_11_what_is_published_from_a_gpu_has_the_fingerprints_of_the_cast_masters(tiny_model: str) -> None:
     trainer = gpu_trainer(tiny_model, dtype="bfloat16", lr=1e-3)
-    trainer.train_batch(make_batch())
-    update = trainer.publish_weights()
+    trainer.train(make_batch())
+    update = trainer.publish()
     expected = {name: master.bfloat16().cpu() for name, master in weights_of(trainer).items()}
     expected.setdefault("lm_head.weight", expected["model.embed_tokens.weight"])
     assert update.fingerprints == fingerprints(expected) and digest_of(trainer) == digest(update.fingerprints)
@@ -238,12 +239,12 @@ def test_a_checkpoint_goes_on_wherever_it_is_loaded(
     tiny_model: str, tmp_path: Path, saved_on: str, loaded_on: str
 ) -> None:
     first, second = (make_trainer(tiny_model, device=device, lr=1e-3) for device in (saved_on, loaded_on))
-    first.train_batch(make_batch(0))
+    first.train(make_batch(0))
     save_state(first, tmp_path / "a")
-    assert second.load_state(tmp_path / "a") == 1
+    assert load_state(second, tmp_path / "a") == 1
     assert same_bits(state_of(second, tmp_path / "b"), state_of(first, tmp_path / "c"))
     batch: Batch = make_batch(1, first=10)
-    one, other = (each.train_batch(batch).metrics for each in (first, second))
+    one, other = (each.train(batch).metrics for each in (first, second))
     assert one["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-5)
 
 

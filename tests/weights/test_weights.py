@@ -392,8 +392,8 @@ def test_invariant_11_a_model_runs_what_its_trainer_published(
     shadow = ShadowWeights(named_weights(model))
     tied = "untied" not in family
     for version in range(2):
-        trainer.train_batch(make_batch(version))
-        update = trainer.publish_weights()
+        trainer.train(make_batch(version))
+        update = trainer.publish()
         assert update.version == version + 1 and "lm_head.weight" in update.fingerprints
         shadow.stage(update)
         assert shadow.swap() == update.fingerprints
