@@ -239,7 +239,7 @@ async def start_workers(runtime: "Runtime", config: "Config", spec: Message) -> 
     engines: dict[str, Engine] = {f"engine-{number}": Guest(hall, number) for number in range(spec["engines"])}
     rewards = cast(RewardPool, await runtime.start("reward", StandInVerifier))
     trainer = cast(RankedTrainer, await runtime.start("trainer", StandInTrainer))
-    arguments = (config.model.path, config.rollout, config.run.seed, len(ALPHABET), 4096, RUN_DEADLINE_S)
+    arguments = (config.model.path, config.rollout, config.run.seed, len(ALPHABET), 4096, 4096, RUN_DEADLINE_S)
     names = [f"rollout-{number}" for number in range(config.rollout.workers)]
     rollout = await asyncio.gather(*(runtime.start(name, Rollout, *arguments) for name in names))
     generation = Generation(engines, cast(dict[str, RolloutWorker], dict(zip(names, rollout, strict=True))), rewards)

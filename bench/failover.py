@@ -66,7 +66,7 @@ class Scene:
 
         self._pool = cast(RewardPool, await self._runtime.start("reward", StandInVerifier))
         self.worker = await self._runtime.start(
-            "rollout-0", RolloutWorker, model, RolloutSection(), 0, len(ALPHABET), 4096, DEADLINE_S
+            "rollout-0", RolloutWorker, model, RolloutSection(), 0, len(ALPHABET), 4096, 4096, DEADLINE_S
         )
         for number in range(self._options.engines):
             await self.start(f"engine-{number}")

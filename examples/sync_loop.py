@@ -18,7 +18,6 @@ from headway.engine.embedded.service import EmbeddedEngine
 from headway.launch import Prepared, prepare
 from headway.model.tokenizer import decode, load_tokenizer
 from headway.tasks import imports
-from headway.tasks.prompts import PromptStream
 from headway.training.trainer import Trainer
 from headway.types import (
     Batch,
@@ -46,7 +45,7 @@ class SyncLoop:
     def __init__(self, config: Config):
         self.config = config
         self.prepared: Prepared = prepare(config)
-        self.stream = PromptStream(self.prepared.prompts, config.run.seed)
+        self.stream = self.prepared.stream
         self.verify = imports.load(config.task.verifier)
         self.tokenizer = load_tokenizer(config.model.path)
         self.engine = EmbeddedEngine(config.model.path, config.model.dtype, config.engine, config.run.deterministic)

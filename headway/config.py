@@ -15,6 +15,7 @@ from headway import knobs
 from headway.codec import portable
 from headway.errors import ConfigError
 
+SINGLE_TURN = "headway.rollout.workflows.single_turn:SingleTurn"
 DEFAULT_KV_TOKENS = 65536  # on a CPU; a GPU gives what it has free
 
 
@@ -108,7 +109,7 @@ class SamplingSection(Section):
 class RolloutSection(Section):
     workers: int = Field(1, ge=1, le=256, description="rollout processes")
     group_size: int = Field(8, ge=1, description="trajectories sampled from each prompt")
-    workflow: str = Field("headway.rollout.workflows.single_turn:SingleTurn", description="how an episode runs")
+    workflow: str = Field(SINGLE_TURN, description="how an episode runs")
     settings: dict[str, Any] = Field({}, description="arguments of the workflow's constructor: {turns = 4}")
     max_turns: int = Field(0, ge=0, description="most completions of an episode; 0 sets no limit")
     max_episode_tokens: int = Field(0, ge=0, description="most tokens an episode may sample; 0 sets no limit")

@@ -12,15 +12,16 @@ import os
 import platform
 import re
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headway.config import Config
+from headway.config import SINGLE_TURN, Config
 from headway.control.staleness import StalenessControl, resolve_window
 from headway.control.workers import (
     Fleet,
@@ -42,7 +43,8 @@ from headway.record.log import EVENTS_NAME, read
 from headway.record.phases import phase
 from headway.record.shards import RunLog
 from headway.runtime.ray import check_ray
-from headway.tasks.prompts import PromptStream, check_there, load_prompts
+from headway.tasks.datasets import check_there
+from headway.tasks.prompts import MixedStream, PromptStream, load_all, stream_of
 from headway.types import (
     Admission,
     Batch,
@@ -74,6 +76,11 @@ class Prepared:
     held_out: list[Prompt]
     sampling: Sampling
     eval_sampling: Sampling
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def stream(self) -> PromptStream | MixedStream:
+        return stream_of(self.prompts, self.config.named_tasks, self.config.run.seed)
 
     def staleness(self) -> StalenessControl:
         batch, section = self.config.trainer.batch_groups, self.config.staleness
@@ -83,8 +90,9 @@ class Prepared:
 def prepare(config: Config) -> Prepared:
     """Follow every reference of the config; the first thing that cannot work is one sentence."""
     _check_path(config.model.path)
-    for reference in (config.task.train, config.task.eval):
-        check_there(reference)
+    for task in config.named_tasks.values():
+        for reference in (task.train, task.eval):
+            check_there(reference)
     from headway.model.loading import load_config, model_shape  # takes seconds, which a wrong path need not wait for
     from headway.rollout.worker import check_workflow
 
@@ -99,17 +107,29 @@ def prepare(config: Config) -> Prepared:
     if context > model_config.max_position_embeddings:
         limit = model_config.max_position_embeddings
         raise ConfigError(f"engine.max_context = {context} is more than the model's {limit}; lower it")
-    prompts = load_prompts(config.task, tokenizer, context - 1)
-    held_out = load_prompts(config.task, tokenizer, context - 1, "eval") if config.task.eval else []
+    loaded = load_all(config.named_tasks, tokenizer, context - 1)
+    prompts, held_out = loaded.train, _limited(loaded.held_out, config.evaluate.limit)
     longest_prompt = max(len(prompt.tokens) for prompt in [*prompts, *held_out])
     longest = min(context, longest_prompt + config.sampling.max_tokens)
+    if config.rollout.workflow != SINGLE_TURN:  # its sequences may grow; rollout workers hold them to the budget
+        longest = max(longest, min(context, config.trainer.token_budget))
     _check_sizes(config, context, longest)
     check_fit(config, model_shape(model_config), bool(model_config.tie_word_embeddings), context)
     _check_vocabulary(config.model.path, model_config.vocab_size, [*prompts, *held_out])
     stops = _stop_tokens(model_config.eos_token_id, tokenizer.eos_token_id)
     sampling, eval_sampling = _samplings(config, stops)
-    limit = config.evaluate.limit
-    return Prepared(config, model_config, context, longest, prompts, held_out[:limit], sampling, eval_sampling)
+    return Prepared(config, model_config, context, longest, prompts, held_out, sampling, eval_sampling, loaded.notes)
+
+
+def _limited(held_out: list[Prompt], limit: int) -> list[Prompt]:
+    """The first `limit` held-out prompts of each task."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for prompt in held_out:
+        seen[prompt.source] += 1
+        if seen[prompt.source] <= limit:
+            kept.append(prompt)
+    return kept
 
 
 def _samplings(config: Config, stops: tuple[int, ...]) -> tuple[Sampling, Sampling]:
@@ -211,6 +231,8 @@ async def train(config: Config, resume: bool, view: View) -> Summary:
     """A whole run, from nothing or from where it was interrupted."""
     with phase(view.on_event, "reading the model and the prompts"):
         prepared = prepare(config)
+    for note in prepared.notes:
+        view.message(note)
     directory = Path(config.run.dir)
     _claim(directory, prepared, resume)
     make_private(directory)
@@ -304,7 +326,7 @@ def _tasks(prepared: Prepared) -> "Tasks":
     from headway.control.controller import Tasks
 
     return Tasks(
-        stream=PromptStream(prepared.prompts, prepared.config.run.seed),
+        stream=prepared.stream,
         held_out=prepared.held_out,
         probe=probe(prepared.prompts, prepared.longest),
         sampling=prepared.sampling,
@@ -331,8 +353,8 @@ def _check_same_run(directory: Path, prepared: Prepared, state: RunState) -> Non
     num_prompts = len(prepared.prompts)
     if state.num_prompts != num_prompts:
         raise ConfigError(
-            f"the run in {directory} was begun with {state.num_prompts} prompts, and {prepared.config.task.train} now "
-            f"has {num_prompts}; restore its rows or change run.dir"
+            f"the run in {directory} was begun with {state.num_prompts} prompts, and its tasks now have {num_prompts}; "
+            "restore their rows or change run.dir"
         )
 
 
@@ -347,7 +369,7 @@ async def rollout_only(config: Config, num_groups: int, view: View) -> list[Grou
     """The generating half alone: groups of the model as it is."""
     with phase(view.on_event, "reading the model and the prompts"):
         prepared = prepare(config)
-    stream = PromptStream(prepared.prompts, config.run.seed)
+    stream = prepared.stream
     room = asyncio.Semaphore(2 * config.engine.max_num_seqs * config.engine.count)
     async with open_runtime(config, Path(config.run.dir)) as runtime:
         with phase(view.on_event, "starting workers"):

@@ -104,7 +104,7 @@ def _warnings(prepared: Prepared) -> list[str]:
     from headway.engine.embedded import native
 
     config = prepared.config
-    found = []
+    found = [*prepared.notes]
     if config.engine.kind == "embedded" and "cpu" in config.engine.devices and native.compiler() is None:
         found.append(
             "no C++ compiler (c++, g++ or clang++) was found; the engine runs at about two thirds of its speed"

@@ -47,7 +47,7 @@ from headway.record.phases import phase
 from headway.record.shards import RunLog
 from headway.record.stats import StatsMeter
 from headway.rollout.evaluate import evaluate
-from headway.tasks.prompts import PromptStream
+from headway.tasks.prompts import MixedStream, PromptStream
 from headway.training.checkpoint import slot_for
 from headway.training.ranks import RankedTrainer
 from headway.types import (
@@ -77,7 +77,7 @@ _ROOM_S = 60.0
 class Tasks:
     """What the run is about: prompts in the order of their groups, held-out prompts, a probe for parity."""
 
-    stream: PromptStream
+    stream: PromptStream | MixedStream
     held_out: list[Prompt]
     probe: tuple[Ints, ...]
     sampling: Sampling

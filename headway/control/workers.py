@@ -274,7 +274,8 @@ async def _start_rollout(runtime: Runtime, config: Config, name: str) -> "Rollou
 
     deadline_s, model = config.run.deadline_s, load_config(config.model.path)
     context = config.engine.max_context or model.max_position_embeddings
-    arguments = (config.model.path, config.rollout, config.run.seed, model.vocab_size, context, deadline_s)
+    sizes = model.vocab_size, context, config.trainer.token_budget
+    arguments = (config.model.path, config.rollout, config.run.seed, *sizes, deadline_s)
     worker = await runtime.start(name, RolloutWorker, *arguments)
     # Its own calls, to the engines and the reward pool, must expire first, so that whoever is silent is named.
     return with_deadline(worker, 2 * deadline_s)

@@ -4,7 +4,7 @@ Nothing here is guessed: a directory that holds no tokenizer, or a chat prompt f
 one sentence at start-up. The engine knows nothing of this file; it lives in token space.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,28 +64,44 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
 
 
 def encode_prompt(
-    tokenizer: "PreTrainedTokenizerBase", row_prompt: str | Messages, chat: bool, suffix: str = ""
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: str | Messages,
+    chat: bool,
+    template: Mapping[str, Any] | None = None,
 ) -> Ints:
-    """Tokens of a prompt: through the chat template when `chat`, else the plain text without special tokens."""
-    if isinstance(row_prompt, str):
-        text = row_prompt + suffix
-        if not chat:
-            return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
-        row_prompt = [{"role": "user", "content": text}]
-    elif not chat:
+    """Tokens of a prompt: through the chat template, with its arguments, when `chat`; else the plain text without
+    special tokens."""
+    if isinstance(prompt, str) and not chat:
+        return np.asarray(tokenizer.encode(prompt, add_special_tokens=False), np.int32)
+    if not chat:
         raise ConfigError("a prompt of chat messages needs the model's chat template; set task.chat = true")
-    return _encode_chat(tokenizer, row_prompt)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    text = render_chat(tokenizer, messages, template)
+    return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
 
 
-def _encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> Ints:
+def render_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Messages,
+    template: Mapping[str, Any] | None = None,
+    tools: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
+    """The messages as the model's chat template writes them."""
     if not tokenizer.chat_template:
         raise ConfigError("task.chat = true, but the model's tokenizer has no chat template; set task.chat = false")
     # The template is the model author's program, the messages are the user's data: either may refuse the other.
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            messages,
+            tools=tools,  # type: ignore[arg-type]  # its own type leaves out plain dicts
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **(template or {}),
+        )
     except Exception as error:
         raise ConfigError(f"the chat template does not accept these messages ({_first_line(error)})") from error
-    return np.asarray(tokenizer.encode(str(text), add_special_tokens=False), np.int32)
+    return str(text)
 
 
 def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int] | Ints, special: bool = False) -> str:

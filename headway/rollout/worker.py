@@ -56,14 +56,22 @@ _PACKAGE, _STANDARD_LIBRARY = str(Path(__file__).parents[1]), sysconfig.get_path
 
 class RolloutWorker:
     def __init__(
-        self, model_path: str, section: RolloutSection, seed: int, vocab_size: int, context: int, deadline_s: float
+        self,
+        model_path: str,
+        section: RolloutSection,
+        seed: int,
+        vocab_size: int,
+        context: int,
+        longest: int,
+        deadline_s: float,
     ):
-        """`connect` has to come before the first group; `deadline_s` is the longest wait for an engine or a pool."""
+        """`longest` is the longest sequence that the trainer takes, `context` that of an engine. `connect` has to come
+        before the first group; `deadline_s` is the longest wait for an engine or a pool."""
         self._router = Router(deadline_s)
         self._rewards: RewardPool | None = None
         self._rewards_life = -1
         self._reconnected = asyncio.Event()
-        self._section, self.context = section, context
+        self._section, self.context, self.longest = section, context, longest
         self.tokenizer = load_tokenizer(model_path)
         self._workflow: Workflow = _make_workflow(section)
         self._seed, self._vocab_size, self._deadline_s = seed, vocab_size, deadline_s
@@ -276,12 +284,14 @@ class RunningEpisode:
         section, sampling = self._worker._section, self._admission.sampling
         if section.max_turns and self._num_calls >= section.max_turns:
             raise LimitReached(f"rollout.max_turns = {section.max_turns} completions")
-        if num_tokens > self.context:  # one that it just fills is the engine's to answer: no token, stop reason context
-            raise LimitReached(f"{num_tokens} tokens are more than the context of {self.context}")
+        room = min(sampling.max_tokens, self._worker.longest - num_tokens)
+        # A context that is just full is the engine's to answer: no token, stop reason context.
+        if num_tokens > self.context or room < 1:
+            raise LimitReached(f"{num_tokens} tokens leave no room in engine.max_context or trainer.token_budget")
         left = section.max_episode_tokens - self.num_sampled
         if section.max_episode_tokens and left < 1:
             raise LimitReached(f"rollout.max_episode_tokens = {section.max_episode_tokens} are sampled")
-        return min(sampling.max_tokens, left) if section.max_episode_tokens else sampling.max_tokens
+        return min(room, left) if section.max_episode_tokens else room
 
     async def generate(
         self, tokens: Ints, max_tokens: int | None = None, stop_strings: tuple[str, ...] = ()

@@ -74,6 +74,12 @@ def needs_of_task(task: "TaskSection") -> dict[str, str]:
     return found
 
 
+def row_checks(task: "TaskSection") -> list[Callable[[Row], str]]:
+    """Of the task's verifiers, those functions that say why a row could not be scored whatever the text."""
+    functions = [_load_callable(reference) for reference in _named(task).values() if not _is_url(reference)]
+    return [check for function in functions if (check := getattr(function, "check_row", None)) is not None]
+
+
 class Scorer:
     """The verifiers of all tasks of a run, loaded."""
 
@@ -158,6 +164,8 @@ def _load(reference: str, prompt_field: str) -> Callable[[Row, str], Any]:
     if _is_url(reference):
         return partial(_ask_service, reference)
     function = _load_callable(reference)
+    if (warm_up := getattr(function, "warm_up", None)) is not None:
+        warm_up()
     if _is_trl(function):
         return partial(_call_trl, function, prompt_field)
     return function

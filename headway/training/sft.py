@@ -19,8 +19,9 @@ from headway.model.loading import build_model, load_model, model_shape
 from headway.model.logprobs import Policy
 from headway.model.shape import flops
 from headway.model.sharding import Masters, shard
-from headway.model.tokenizer import build_character_tokenizer, encode_prompt, load_tokenizer
-from headway.tasks.prompts import load_rows
+from headway.model.tokenizer import build_character_tokenizer, load_tokenizer
+from headway.tasks.datasets import load_rows
+from headway.tasks.prompts import encode_row
 from headway.training import checkpoint
 from headway.training.batches import MicroBatch, micro_batches
 from headway.training.optimizer import adamw, warmed_up
@@ -80,11 +81,11 @@ def _samples(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Sample]
     """Prompt, completion, end of text; only what follows the prompt is trained."""
     task, section = config.task, config.sft
     samples = []
-    for number, row in enumerate(load_rows(section.train)):
+    for number, row in enumerate(load_rows(section.train, task.fields)):
         for field in (task.prompt_field, section.completion_field):
             if field not in row:
                 raise ConfigError(f"{section.train}, row {number} has no field {field!r}; it has {sorted(row)}")
-        prompt = encode_prompt(tokenizer, row[task.prompt_field], task.chat, task.suffix)
+        prompt = encode_row(task, tokenizer, row, f"{section.train}, row {number}")
         completion = tokenizer.encode(str(row[section.completion_field]), add_special_tokens=False)
         tokens = np.concatenate([prompt, completion, [tokenizer.eos_token_id]]).astype(np.int32)
         where = np.arange(max(1, len(prompt)), len(tokens))  # nothing predicts the first token of an empty prompt

@@ -86,21 +86,16 @@ def test_a_tokenizer_without_an_end_of_text_token_is_refused(tmp_path: Path) -> 
         load_tokenizer(str(tmp_path))
 
 
-def test_the_suffix_follows_a_text_prompt() -> None:
-    tokenizer = build_character_tokenizer("12=")
-    assert decode(tokenizer, encode_prompt(tokenizer, "12", chat=False, suffix="=")) == "12="
-
-
-def test_a_text_prompt_goes_through_the_chat_template_with_its_suffix() -> None:
+def test_a_text_prompt_goes_through_the_chat_template() -> None:
     tokenizer = chat_tokenizer()
-    tokens = encode_prompt(tokenizer, "12", chat=True, suffix="#")
+    tokens = encode_prompt(tokenizer, "12#", chat=True)
     assert decode(tokenizer, tokens) == "<user>12#\n="
 
 
-def test_chat_messages_go_through_the_template_without_the_suffix() -> None:
+def test_chat_messages_go_through_the_template() -> None:
     tokenizer = chat_tokenizer()
     messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
-    assert decode(tokenizer, encode_prompt(tokenizer, messages, chat=True, suffix="#")) == "<system>1\n<user>2\n="
+    assert decode(tokenizer, encode_prompt(tokenizer, messages, chat=True)) == "<system>1\n<user>2\n="
 
 
 def test_chat_without_a_chat_template_is_one_sentence() -> None:

@@ -16,7 +16,7 @@ import typer
 from headway.cli import app
 from headway.config import Config, all_keys, load
 from headway.tasks import imports
-from headway.tasks.prompts import load_rows
+from headway.tasks.datasets import load_rows
 from headway.tasks.verifiers import needs_of
 
 ROOT = Path(__file__).parents[2]

@@ -161,7 +161,7 @@ class Halting(FakeEngine):
 
 
 async def make_worker(model: str, deadline_s: float = 5.0) -> RolloutWorker:
-    return RolloutWorker(model, RolloutSection(), 0, 60, 64, deadline_s)
+    return RolloutWorker(model, RolloutSection(), 0, 60, 512, 512, deadline_s)
 
 
 async def connect(worker: RolloutWorker, leaving: tuple[str, ...] = (), **engines: FakeEngine) -> None:

@@ -151,7 +151,7 @@ class Recorded(FakeEngine):
 
 async def make_worker(model: str, engines: list[Recorded]) -> RolloutWorker:
     named: dict[str, Engine] = {f"engine-{number}": engine for number, engine in enumerate(engines)}
-    worker = RolloutWorker(model, RolloutSection(), 0, 100, 512, 60.0)
+    worker = RolloutWorker(model, RolloutSection(), 0, 100, 512, 512, 60.0)
     await worker.connect(named, dict.fromkeys([*named, "reward"], 0), (), cast(RewardPool, StandInRewards()))
     return worker
 

@@ -8,7 +8,7 @@ import pytest
 from headway.config import TaskSection
 from headway.errors import ConfigError
 from headway.model.tokenizer import build_character_tokenizer
-from headway.tasks.prompts import PromptStream, load_prompts, load_rows
+from headway.tasks.prompts import MixedStream, Prompts, PromptStream, load_all, stream_of
 from headway.types import Prompt
 
 TOKENIZER = build_character_tokenizer("0123456789+=")
@@ -28,75 +28,17 @@ def task_of(directory: Path, rows: list[dict[str, Any]], **settings: Any) -> Tas
     return TaskSection(train=f"{directory}/rows.jsonl", verifier=f"{directory}/check.py:verify", **settings)
 
 
+def load(task: TaskSection, max_tokens: int = 64, tokenizer: Any = TOKENIZER) -> Prompts:
+    return load_all({"": task}, tokenizer, max_tokens)
+
+
 def prompts_of(num: int) -> list[Prompt]:
     return [Prompt(index=i, tokens=np.array([i], np.int32), text=str(i), task={}) for i in range(num)]
 
 
-def test_rows_of_a_jsonl_file_come_in_order_and_blank_lines_do_not_count(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "1"}\n\n{"prompt": "2", "deep": {"a": [1]}}\n', encoding="utf-8")
-    assert load_rows(str(path)) == [{"prompt": "1"}, {"prompt": "2", "deep": {"a": [1]}}]
-
-
-def test_a_line_separator_inside_a_json_string_does_not_end_its_row(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a\u2028b"}\n', encoding="utf-8")
-    assert load_rows(str(path)) == [{"prompt": "a\u2028b"}]
-
-
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [("{oops", "line 3: not valid JSON"), ("[1]", "line 3: a row is a JSON object, not list")],
-)
-def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str, sentence: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "1"}\n\n' + line + "\n")
-    with pytest.raises(ConfigError, match=f"{path}, {sentence}"):
-        load_rows(str(path))
-
-
-def test_a_file_that_is_not_text_is_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=f"{path} is not UTF-8"):
-        load_rows(str(path))
-
-
-def test_a_missing_dataset_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.jsonl does not exist"):
-        load_rows(str(tmp_path / "nowhere.jsonl"))
-
-
-def test_a_dataset_of_zero_rows_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text("\n")
-    (tmp_path / "data.py").write_text("def rows():\n    return []\n")
-    for reference in ("empty.jsonl", "data.py:rows"):
-        with pytest.raises(ConfigError, match="has no rows"):
-            load_rows(f"{tmp_path}/{reference}")
-
-
-def test_rows_come_from_a_function_even_if_it_yields_them(tmp_path: Path) -> None:
-    (tmp_path / "data.py").write_text("def rows():\n    for i in range(3):\n        yield {'prompt': str(i)}\n")
-    assert [row["prompt"] for row in load_rows(f"{tmp_path}/data.py:rows")] == ["0", "1", "2"]
-
-
-@pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        ("raise RuntimeError('no network')", "rows raised RuntimeError: no network"),
-        ("return ['1+1=']", "row 0: a row is a dict, not str"),
-        ("return None", "rows raised TypeError"),
-    ],
-)
-def test_a_function_that_gives_no_rows_is_one_sentence(tmp_path: Path, body: str, sentence: str) -> None:
-    (tmp_path / "data.py").write_text(f"def rows():\n    {body}\n")
-    with pytest.raises(ConfigError, match=sentence):
-        load_rows(f"{tmp_path}/data.py:rows")
-
-
 def test_a_prompt_carries_its_tokens_its_text_and_its_whole_row(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"prompt": "1+2", "answer": "3", "note": [1]}, {"prompt": "4", "answer": "4"}]
-    prompts = load_prompts(task_of(tmp_path, rows, suffix="="), TOKENIZER, max_prompt_tokens=8)
+    prompts = load(task_of(tmp_path, rows, suffix="=")).train
     assert [prompt.index for prompt in prompts] == [0, 1]
     assert [prompt.text for prompt in prompts] == ["1+2=", "4="]
     assert [len(prompt.tokens) for prompt in prompts] == [4, 2]
@@ -106,7 +48,7 @@ def test_a_prompt_carries_its_tokens_its_text_and_its_whole_row(tmp_path: Path) 
 def test_the_eval_split_reads_the_eval_rows(tmp_path: Path) -> None:
     task = task_of(tmp_path, [{"prompt": "1", "answer": "1"}], eval=f"{tmp_path}/held.jsonl")
     (tmp_path / "held.jsonl").write_text('{"prompt": "2", "answer": "2"}')
-    assert [prompt.text for prompt in load_prompts(task, TOKENIZER, 8, split="eval")] == ["2"]
+    assert [prompt.text for prompt in load(task).held_out] == ["2"]
 
 
 @pytest.mark.parametrize(
@@ -118,18 +60,142 @@ def test_the_eval_split_reads_the_eval_rows(tmp_path: Path) -> None:
         ({"prompt": ["12"], "answer": "1"}, "row 1: 'prompt' is text or a list of chat messages, not list"),
         ({"prompt": [{"role": "user"}], "answer": "1"}, r"row 1: .* set task\.chat = true"),
         ({"prompt": "", "answer": "1"}, "row 1: the prompt has 0 tokens"),
-        ({"prompt": "12345678", "answer": "1"}, "row 1: the prompt has 8 tokens, and 1 to 7"),
     ],
 )
 def test_a_row_that_cannot_work_is_named(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
     task = task_of(tmp_path, [{"prompt": "1", "answer": "1"}, row])
     with pytest.raises(ConfigError, match=sentence):
-        load_prompts(task, TOKENIZER, max_prompt_tokens=7)
+        load(task, 7)
 
 
-def test_a_prompt_exactly_at_the_limit_is_accepted(tmp_path: Path) -> None:
-    task = task_of(tmp_path, [{"prompt": "1234567", "answer": "1"}])
-    assert len(load_prompts(task, TOKENIZER, max_prompt_tokens=7)[0].tokens) == 7
+def test_rows_above_the_limit_are_left_out_and_counted_and_one_at_the_limit_stays(tmp_path: Path) -> None:
+    rows = [{"prompt": text, "answer": "1"} for text in ("1234567", "12345678", "1", "123456789")]
+    loaded = load(task_of(tmp_path, rows), 7)
+    assert [(prompt.index, prompt.text) for prompt in loaded.train] == [(0, "1234567"), (2, "1")]
+    (note,) = loaded.notes
+    assert "2 of 4 rows have prompts of more than 7 tokens and are left out (row 3 has 9)" in note
+    assert [prompt.text for prompt in load(task_of(tmp_path, rows, max_prompt_tokens=1)).train] == ["1"]
+
+
+def test_a_data_set_of_rows_that_are_all_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="2 of 2 rows have prompts of more than 1 tokens, so none is left"):
+        load(task_of(tmp_path, [{"prompt": "12", "answer": "1"}] * 2), 1)
+
+
+def test_repeated_prompts_are_left_out_where_asked_and_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": text, "answer": "1"} for text in ("1", "2", "1", "1")]
+    assert len(load(task_of(tmp_path, rows)).train) == 4
+    loaded = load(task_of(tmp_path, rows, deduplicate=True))
+    assert [prompt.index for prompt in loaded.train] == [0, 1]
+    assert "2 of 4 rows left out, which repeat an earlier prompt" in loaded.notes[0]
+
+
+def test_the_split_by_hash_is_disjoint_complete_and_does_not_depend_on_order(tmp_path: Path) -> None:
+    rows = [{"prompt": str(number), "answer": "1"} for number in range(400)]
+    loaded = load(task_of(tmp_path, rows + rows[:50], eval_share=0.25))
+    train, held_out = ({prompt.text for prompt in side} for side in (loaded.train, loaded.held_out))
+    assert not train & held_out and len(train | held_out) == 400
+    assert 70 < len(held_out) < 130
+    again = load(task_of(tmp_path, rows[::-1], eval_share=0.25))
+    assert {prompt.text for prompt in again.held_out} == held_out
+
+
+CHECKED = """
+from headway.tasks.verifiers import verifier
+
+def verify(task, text):
+    return 0.0
+
+verify.check_row = lambda row: "" if row["answer"].isdigit() else f"{row['answer']!r} is no number"
+"""
+
+
+@pytest.mark.parametrize(("num_bad", "refused"), [(1, False), (3, True)])
+def test_rows_that_the_verifier_cannot_score_are_counted_or_refused_before_the_run(
+    tmp_path: Path, num_bad: int, refused: bool
+) -> None:
+    rows = [{"prompt": "1", "answer": "x" if number < num_bad else "1"} for number in range(20)]
+    task = task_of(tmp_path, rows)
+    (tmp_path / "check.py").write_text(CHECKED)
+    told = f"{num_bad} of 20 rows cannot be scored by their verifier (row 0: 'x' is no number)"
+    if refused:
+        with pytest.raises(ConfigError) as error:
+            load(task)
+        assert told in str(error.value)
+    else:
+        loaded = load(task)
+        assert told in loaded.notes[0] and len(loaded.train) == 19
+
+
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{{ mode }}{% if add_generation_prompt %}={% endif %}"
+)
+
+
+def chat_tokenizer() -> Any:
+    tokenizer = build_character_tokenizer("0123456789+=<>sytemurain")
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def test_a_chat_prompt_has_system_prompt_examples_suffix_and_template_arguments(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "chat": True,
+        "system": "sss",
+        "few_shot": [{"prompt": "1+1", "completion": "2"}],
+        "suffix": "ee",
+        "template": {"mode": "tt"},
+    }
+    rows: list[dict[str, Any]] = [
+        {"prompt": "4", "answer": "4"},
+        {"prompt": [{"role": "system", "content": "rr"}, {"role": "user", "content": "5"}], "answer": "5"},
+    ]
+    first, second = load(task_of(tmp_path, rows, **settings), 200, chat_tokenizer()).train
+    assert first.text == "<system>sss<user>1+1ee<assistant>2<user>4eett="
+    assert second.text == "<system>rr<user>1+1ee<assistant>2<user>5eett=", "a row's own system prompt stays"
+
+
+def test_plain_text_has_system_prompt_and_examples_before_it(tmp_path: Path) -> None:
+    task = task_of(tmp_path, [{"prompt": "4", "answer": "4"}], few_shot=[{"prompt": "1+1", "completion": "2"}])
+    (prompt,) = load(task.model_copy(update={"suffix": "=", "system": "00"})).train
+    assert prompt.text.replace("<unk>", "|") == "00||1+1=2||4="
+
+
+def test_an_instruct_model_without_chat_is_told(tmp_path: Path) -> None:
+    rows = [{"prompt": "1", "answer": "1"}]
+    assert any("task.chat = false" in note for note in load(task_of(tmp_path, rows), 64, chat_tokenizer()).notes)
+    assert not load(task_of(tmp_path, rows, chat=True), 64, chat_tokenizer()).notes
+    assert not load(task_of(tmp_path, rows)).notes
+
+
+def mixed(weights: dict[str, float], nums: dict[str, int]) -> MixedStream:
+    prompts = [Prompt(i, np.array([1], np.int32), "", {}, name) for name, num in nums.items() for i in range(num)]
+    return MixedStream(prompts, weights, seed=5)
+
+
+def test_several_tasks_are_mixed_by_weight_and_each_keeps_its_epochs() -> None:
+    """Invariant 14's ground here too: the prompt of a position does not depend on what was read before."""
+    weights, nums = {"a": 3.0, "b": 1.0, "off": 0.0}, {"a": 7, "b": 50, "off": 3}
+    stream = mixed(weights, nums)
+    drawn = [stream[position] for position in range(1200)]
+    counts = {name: sum(prompt.source == name for prompt in drawn) for name in nums}
+    assert counts == {"a": 900, "b": 300, "off": 0}
+    for name, num in (("a", 7), ("b", 50)):
+        indices = [prompt.index for prompt in drawn if prompt.source == name]
+        epochs = [indices[start : start + num] for start in range(0, len(indices) - num, num)]
+        assert all(sorted(epoch) == list(range(num)) for epoch in epochs)
+    fresh = mixed(weights, nums)
+    assert [(p.source, p.index) for p in map(fresh.__getitem__, (1000, 3, 577))] == [
+        (drawn[position].source, drawn[position].index) for position in (1000, 3, 577)
+    ]
+
+
+def test_one_task_keeps_the_stream_it_had_and_two_are_told_apart(tmp_path: Path) -> None:
+    task = task_of(tmp_path, [{"prompt": "1", "answer": "1"}, {"prompt": "2", "answer": "2"}])
+    assert isinstance(stream_of(load(task).train, {"": task}, 0), PromptStream)
+    both = load_all({"a": task, "b": task}, TOKENIZER, 64)
+    assert [(prompt.source, prompt.index) for prompt in both.train] == [("a", 0), ("a", 1), ("b", 2), ("b", 3)]
 
 
 @pytest.mark.parametrize("num", [1, 2, 7, 100])
