@@ -54,6 +54,7 @@ NEVER_TORCH = """
     errors codec files types knobs config runtime runtime.process_tree record.events record.log record.phases
     record.stats record.shards record.ledger
     record.history monitor.metrics monitor.plot monitor.view monitor.report monitor.scaling tasks.imports tasks.prompts
+    tasks.datasets
     tasks.verifiers tasks.scoring rollout.workflows rollout.reward_pool rollout.reward_process rollout.router
     rollout.worker
     rollout.response_check rollout.evaluate control.staleness control.buffer control.resize control.health
@@ -212,7 +213,7 @@ def test_ray_and_vllm_are_imported_only_where_that_back_end_lives() -> None:
 
 def test_user_code_is_loaded_by_rollout_workers_reward_workers_and_the_reader_of_rows_only() -> None:
     loaders = {module for module, path in MODULES.items() if "tasks.imports" in imported_modules(path)}
-    assert loaders == {"rollout.worker", "tasks.scoring", "tasks.prompts"}
+    assert loaders == {"rollout.worker", "tasks.scoring", "tasks.datasets"}
     for module in ("engine.embedded.service", "training.trainer"):
         assert not {name for name in reached(module) if room(name) in ("tasks", "rollout")}
 
