@@ -85,7 +85,8 @@ def load_engine(spec: Message) -> tuple[Message, Callable[[Message], Message]]:
 
 
 def load_trainer(spec: Message) -> tuple[Message, Callable[[Message], Message]]:
-    from headway.config import AlgorithmSection, ModelSection, TrainerSection
+    from headway.algorithm import AlgorithmSection
+    from headway.config import ModelSection, TrainerSection
     from headway.training.trainer import Trainer
     from headway.types import Batch
 

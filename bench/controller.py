@@ -218,7 +218,7 @@ def make_config(spec: Message, directory: Path) -> "Config":
             "engine": {"kind": "fake"},
             "staleness": {"max_staleness": ETA},
             "trainer": {"batch_groups": batch_groups},
-            "algorithm": {"advantage": "batch"},
+            "algorithm": {"baseline": "none", "normalise": "batch"},
             "checkpoint": {"every": 10},
         }
     )

@@ -75,7 +75,8 @@ def num_operations(lengths: Sequence[int], options: argparse.Namespace) -> float
 
 
 def make_trainer(options: argparse.Namespace, kind: "type[Trainer] | None" = None) -> "Trainer":
-    from headway.config import AlgorithmSection, ModelSection, TrainerSection
+    from headway.algorithm import AlgorithmSection
+    from headway.config import ModelSection, TrainerSection
     from headway.training.trainer import Trainer
 
     section = TrainerSection(
@@ -143,7 +144,7 @@ class PlainStep:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from headway.config import AlgorithmSection
+        from headway.algorithm import AlgorithmSection
         from headway.training.batches import minibatches_of
         from headway.types import Batch
 
@@ -191,7 +192,7 @@ class PlainStep:
         for row, sample in enumerate(samples):
             tokens[row, : len(sample.tokens)] = sample.tokens
             padded[0, row, sample.where], padded[1, row, sample.where] = 1.0, sample.behaviour
-            padded[2, row, sample.where] = sample.advantage
+            padded[2, row, sample.where] = sample.advantages
         tokens_NT = torch.from_numpy(tokens).to(self._device)
         mask, behaviour, advantage = torch.from_numpy(padded[:, :, 1:]).to(self._device)
         # Padding on the right needs no mask: no real token looks ahead. So sdpa may take its fast causal path.

@@ -7,31 +7,17 @@ names the nearest known one. A component is given its own section and never read
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from headway import knobs
-from headway.codec import portable
+from headway import algorithm, knobs
+from headway.algorithm import AlgorithmSection
 from headway.errors import ConfigError
+from headway.section import Section
 
 SINGLE_TURN = "headway.rollout.workflows.single_turn:SingleTurn"
 DEFAULT_KV_TOKENS = 65536  # on a CPU; a GPU gives what it has free
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        portable(cls)
-
-    def to_plain(self) -> dict[str, Any]:
-        return self.model_dump()
-
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Self:
-        return cls.model_validate(plain)
 
 
 class RunSection(Section):
@@ -236,18 +222,6 @@ class WeightsSection(Section):
         return tuple(name.strip() for name in self.transport.split(","))
 
 
-class AlgorithmSection(Section):
-    objective: Literal["decoupled", "naive"] = Field("decoupled", description="decoupled PPO (Eq. 5) or plain PPO")
-    clip_eps: float = Field(0.2, gt=0, lt=1, description="PPO clipping range ε")
-    behaviour_cap: float = Field(0.0, ge=0, description="largest π_prox/π_behav kept; 0 never caps")
-    behaviour_cap_mode: Literal["mask", "truncate"] = Field(
-        "mask", description="drop tokens over the cap, or clamp them to it"
-    )
-    advantage: Literal["group", "batch"] = Field(
-        "group", description="normalise rewards within the group, or over the batch"
-    )
-
-
 class EvaluateSection(Section):
     every: int = Field(0, ge=0, description="steps between held-out evaluations; 0 evaluates at start and end only")
     limit: int = Field(500, ge=1, description="held-out rows used, of each task")
@@ -340,7 +314,8 @@ def validate(values: dict[str, Any], where: str = "config") -> Config:
     except ValidationError as error:
         raise ConfigError(f"{where}: {knobs.sentence(Config, error)}") from None
     _check_contradictions(config, where)
-    return config
+    limit = config.algorithm.length_limit or config.sampling.max_tokens
+    return config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"length_limit": limit})})
 
 
 def all_keys() -> dict[str, str]:
@@ -403,9 +378,6 @@ def _check_contradictions(config: Config, where: str) -> None:
         "raise kv_tokens or lower max_context": longest and 0 < config.engine.kv_tokens < 2 * longest,
         f"sampling.max_tokens = {config.sampling.max_tokens} leaves no room for a prompt in engine.max_context = "
         f"{longest}; lower max_tokens": longest and config.sampling.max_tokens >= longest,
-        "algorithm.advantage = group compares trajectories of one prompt and needs rollout.group_size of 2 or more": (
-            config.algorithm.advantage == "group" and rollout.group_size < 2
-        ),
         f"engine.device = {config.engine.device} names more devices than engine.count = {config.engine.count}; "
         "raise count or name fewer": len(config.engine.devices) > config.engine.count,
     }
@@ -429,6 +401,7 @@ def _check_contradictions(config: Config, where: str) -> None:
     problems[sentence] = "://" in config.ray.address
     problems |= _contradictions_of_weights(config.weights)
     problems |= _contradictions_of_ranks(config)
+    problems |= algorithm.contradictions(config.algorithm, rollout.group_size, trainer.ranks)
     for sentence, wrong in problems.items():
         if wrong:
             raise ConfigError(f"{where}: {sentence}")

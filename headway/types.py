@@ -329,7 +329,7 @@ class Sample:
     where: NDArray[np.int64]
     behaviour: Floats
     versions: Ints
-    advantage: float
+    advantages: Floats
     temperature: float
 
 

@@ -66,6 +66,14 @@ def _gradient_of_chunk(
     return grad_logits.to(dtype)
 
 
+def _entropy_gradient(
+    logits_TV: Tensor, scale_T: Tensor, normalizer_T: Tensor, entropy_T: Tensor, grad_T: Tensor
+) -> Tensor:
+    """d entropy / d logits = −p · (log p + entropy), times the temperature's scale; fp32."""
+    log_TV = logits_TV * scale_T[:, None] - normalizer_T[:, None]
+    return log_TV.exp() * (log_TV + entropy_T[:, None]) * (-grad_T * scale_T)[:, None]
+
+
 class _LinearLogprob(torch.autograd.Function):
     """Log-prob and entropy of chosen tokens from hidden states; logits exist for `chunk` tokens at a time only."""
 
@@ -81,25 +89,32 @@ class _LinearLogprob(torch.autograd.Function):
             logits = cap_logits(head_logits(hidden_TC[part], weight_VC), softcap)
             found = _logprobs_of_chunk(logits, targets_T[part], scale_T[part])
             logprobs_T[part], entropy_T[part], normalizer_T[part] = found
-        ctx.save_for_backward(hidden_TC, weight_VC, targets_T, scale_T, normalizer_T)
+        ctx.save_for_backward(hidden_TC, weight_VC, targets_T, scale_T, normalizer_T, entropy_T)
         ctx.chunk, ctx.softcap = chunk, softcap
-        ctx.mark_non_differentiable(entropy_T)
+        ctx.set_materialize_grads(False)  # few losses have a use for the entropy's gradient
         return logprobs_T, entropy_T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        hidden_TC, weight_VC, targets_T, scale_T, normalizer_T = ctx.saved_tensors
-        grad_T = grads[0]
+        hidden_TC, weight_VC, targets_T, scale_T, normalizer_T, entropy_T = ctx.saved_tensors
+        grad_T = grads[0] if grads[0] is not None else torch.zeros_like(normalizer_T)
         grad_hidden = torch.empty_like(hidden_TC)
         grad_weight = torch.zeros(weight_VC.shape, dtype=torch.float32, device=weight_VC.device)
         for start in range(0, len(targets_T), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = cap_logits(head_logits(hidden_TC[part], weight_VC), ctx.softcap)
             places = targets_T[part], scale_T[part], normalizer_T[part], grad_T[part]
-            operand = _gradient_of_chunk(logits, *places, torch.float32 if ctx.softcap else weight_VC.dtype)
+            wide = bool(ctx.softcap) or grads[1] is not None
+            extra = None
+            if grads[1] is not None:
+                extra = _entropy_gradient(logits, scale_T[part], normalizer_T[part], entropy_T[part], grads[1][part])
+            operand = _gradient_of_chunk(logits, *places, torch.float32 if wide else weight_VC.dtype)
+            if extra is not None:
+                operand += extra
             if ctx.softcap:  # d capped / d logits = 1 − (capped ÷ softcap)²
-                operand = operand.mul_(1 - logits.div_(ctx.softcap).square_()).to(weight_VC.dtype)
+                operand = operand.mul_(1 - logits.div_(ctx.softcap).square_())
             del logits  # before the products below take memory of their own
+            operand = operand.to(weight_VC.dtype)
             grad_hidden[part] = operand @ weight_VC
             grad_weight += _product(operand.T, hidden_TC[part])
         return grad_hidden, grad_weight.to(weight_VC.dtype), None, None, None, None
@@ -115,7 +130,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 def linear_logprobs(
     hidden_TC: Tensor, weight_VC: Tensor, targets_T: Tensor, temperature_T: Tensor, chunk: int, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """log-softmax(logits ÷ temperature) at the targets, and the entropy (without gradient), both fp32.
+    """log-softmax(logits ÷ temperature) at the targets, and the entropy, both fp32.
 
     A soft cap bends the logits before the temperature divides them.
     """

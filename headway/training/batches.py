@@ -3,11 +3,11 @@
 Every rank takes the whole batch and picks its share: whole sequences, equal work. All ranks take part in every pass, so
 they make the same number of micro-batches; a rank with too few samples adds micro-batches in which nothing is trained.
 
-Shape suffixes: T packed tokens of one micro-batch, M the sampled tokens among them.
+Shape suffixes: T packed tokens of one micro-batch, M the sampled tokens among them, N sequences.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,15 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.algorithm import AlgorithmSection
 from headway.codec import noun
-from headway.config import AlgorithmSection
 from headway.errors import RunFailed
 from headway.model.device import CPU, to_device
-from headway.training.algorithms.advantages import batch_advantages
+from headway.training.algorithms.credit import Advantages, Key, batch_advantages, was_cut
 from headway.training.packing import pack
-from headway.types import Batch, Group, Ints, Sample
+from headway.types import Batch, Floats, Group, Ints, Sample
 
-_BLANK = Sample(np.zeros(2, np.int32), np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.int32), 0.0, 1.0)
+_NOTHING = np.zeros(0, np.float32)
+_BLANK = Sample(np.zeros(2, np.int32), np.zeros(0, np.int64), _NOTHING, np.zeros(0, np.int32), _NOTHING, 1.0)
 """A sample in which nothing is trained. Two tokens, because compiled blocks specialise on a length of one."""
 
 
@@ -62,6 +63,7 @@ class MicroBatch:
     behaviour_M: Tensor
     versions_M: Tensor
     advantages_M: Tensor
+    counts_N: Tensor
     proximal_M: Tensor | None = None  # computed before the weights of this training step move
 
     @property
@@ -70,23 +72,19 @@ class MicroBatch:
         return self.tokens_T, self.positions_T, self.lengths, self.where_M, self.temperature_M
 
 
-def samples_of(group: Group, advantages: dict[tuple[int, int], float]) -> list[Sample]:
-    """The sequences of a group that have trained tokens, each with its trajectory's advantage."""
+def samples_of(group: Group, advantages: Mapping[Key, Floats], mask_truncated: bool = False) -> list[Sample]:
+    """The sequences of a group that have trained tokens, each with its part of its trajectory's advantages."""
     samples = []
     for trajectory in group.trajectories:
+        if mask_truncated and was_cut(trajectory):
+            continue
+        left_T = advantages[group.id, trajectory.index]
         for sequence in trajectory.sequences:
             where = np.flatnonzero(sequence.loss_mask)
+            own_T, left_T = left_T[: len(where)], left_T[len(where) :]
             if len(where):
-                samples.append(
-                    Sample(
-                        tokens=sequence.tokens,
-                        where=where,
-                        behaviour=sequence.logprobs[where],
-                        versions=sequence.versions[where],
-                        advantage=advantages[group.id, trajectory.index],
-                        temperature=trajectory.temperature,
-                    )
-                )
+                arrays = sequence.logprobs[where], sequence.versions[where], own_T
+                samples.append(Sample(sequence.tokens, where, *arrays, trajectory.temperature))
     return samples
 
 
@@ -94,14 +92,17 @@ def whole_sample(tokens: Ints, temperature: float) -> Sample:
     """A sequence of which every token but the first is scored."""
     where = np.arange(1, len(tokens))
     blank = np.zeros(len(where), np.float32)
-    return Sample(tokens, where, blank, np.zeros(len(where), np.int32), 0.0, temperature)
+    return Sample(tokens, where, blank, np.zeros(len(where), np.int32), blank, temperature)
 
 
-def minibatches_of(batch: Batch, algorithm: AlgorithmSection, num_minibatches: int) -> list[list[Sample]]:
+def minibatches_of(
+    batch: Batch, chosen: AlgorithmSection, num_minibatches: int, advantages: Advantages | None = None
+) -> list[list[Sample]]:
     """Whole groups assigned round-robin, so that every minibatch has groups of every age."""
-    advantages = batch_advantages(batch, algorithm.advantage)
+    found = (advantages or batch_advantages(batch, chosen)).by_trajectory
     assigned = [batch.groups[start::num_minibatches] for start in range(num_minibatches)]
-    return [[sample for group in groups for sample in samples_of(group, advantages)] for groups in assigned]
+    masked = chosen.mask_truncated
+    return [[sample for group in groups for sample in samples_of(group, found, masked)] for groups in assigned]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,27 +111,44 @@ class Share:
 
     minibatches: list[list[Sample]]
     num_trained: list[int]  # trained tokens of each minibatch, over all ranks
+    num_sequences: list[int]  # the sequences they belong to
     longest: int  # tokens of the longest sequence
     finite: bool  # whether all behaviour log-probs are
+    entropy: float  # of the policies that sampled the batch, estimated from their log-probs
+    figures: dict[str, float]  # of the whole batch, for the report
 
 
 def share_of(
     batch: Batch,
-    algorithm: AlgorithmSection,
+    chosen: AlgorithmSection,
     num_minibatches: int,
     cost: Callable[[int], float],
     rank: int = 0,
     num_ranks: int = 1,
+    advantages: Advantages | None = None,
 ) -> Share:
     """The share of one rank of a batch; minibatches without trained tokens are dropped."""
-    minibatches = [samples for samples in minibatches_of(batch, algorithm, num_minibatches) if samples]
+    advantages = advantages or batch_advantages(batch, chosen)
+    minibatches = [samples for samples in minibatches_of(batch, chosen, num_minibatches, advantages) if samples]
     everything = [sample for samples in minibatches for sample in samples]
+    behaviour = np.concatenate([_NOTHING, *(sample.behaviour for sample in everything)])
     return Share(
         [[samples[i] for i in deal(_lengths(samples), num_ranks, cost)[rank]] for samples in minibatches],
         [sum(len(sample.where) for sample in samples) for samples in minibatches],
+        [len(samples) for samples in minibatches],
         max(_lengths(everything), default=0),
-        all(bool(np.isfinite(sample.behaviour).all()) for sample in everything),
+        bool(np.isfinite(behaviour).all()),
+        -float(behaviour.mean(dtype=np.float64)) if len(behaviour) else 0.0,
+        advantages.figures | _truncated(batch, chosen),
     )
+
+
+def _truncated(batch: Batch, chosen: AlgorithmSection) -> dict[str, float]:
+    """The tokens that are not trained because their trajectory was cut off."""
+    if not chosen.mask_truncated:
+        return {}
+    cut = [trajectory for group in batch.groups for trajectory in group.trajectories if was_cut(trajectory)]
+    return {"masked_truncated": float(sum(int(s.loss_mask.sum()) for t in cut for s in t.sequences))}
 
 
 def deal(lengths: list[int], num_ranks: int, cost: Callable[[int], float]) -> list[list[int]]:
@@ -195,5 +213,6 @@ def assemble(samples: list[Sample], device: torch.device) -> MicroBatch:
         temperature_M=repeated([sample.temperature for sample in samples]),
         behaviour_M=joined(sample.behaviour for sample in samples),
         versions_M=joined(sample.versions for sample in samples),
-        advantages_M=repeated([sample.advantage for sample in samples]),
+        advantages_M=joined(sample.advantages for sample in samples),
+        counts_N=to_device(torch.tensor(counts), device),
     )

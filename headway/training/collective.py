@@ -101,6 +101,12 @@ class Ranks:
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return int(found)
 
+    def total(self, figures: Tensor) -> Tensor:
+        """The sums of the ranks' figures, which lie on the host."""
+        if self.num > 1:
+            dist.all_reduce(figures)
+        return figures
+
     def combined(self, figures: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The figures of all ranks together: sums, but maxima of those named `…_max`."""
         if self.num == 1:

@@ -20,7 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headway.config import AlgorithmSection, ModelSection, TrainerSection, WeightsSection
+from headway.algorithm import AlgorithmSection
+from headway.config import ModelSection, TrainerSection, WeightsSection
 from headway.errors import DeadlineExceeded, HeadwayError, InvariantBroken, OutOfMemory, SaveFailed, WorkerDied
 from headway.runtime.channel import RemoteError
 from headway.runtime.gather import together

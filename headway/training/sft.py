@@ -90,7 +90,7 @@ def _samples(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Sample]
         tokens = np.concatenate([prompt, completion, [tokenizer.eos_token_id]]).astype(np.int32)
         where = np.arange(max(1, len(prompt)), len(tokens))  # nothing predicts the first token of an empty prompt
         blank = np.zeros(len(where), np.float32)
-        samples.append(Sample(tokens, where, blank, np.zeros(len(where), np.int32), 0.0, 1.0))
+        samples.append(Sample(tokens, where, blank, np.zeros(len(where), np.int32), blank, 1.0))
     return samples
 
 

@@ -30,7 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.config import AlgorithmSection, ModelSection, TrainerSection, WeightsSection
+from headway.algorithm import AlgorithmSection
+from headway.config import ModelSection, TrainerSection, WeightsSection
 from headway.errors import ConfigError, InvariantBroken, OutOfMemory, SaveFailed, WorkerDied
 from headway.model.device import DTYPES, find_device
 from headway.model.loading import compile_blocks, load_model, model_shape, named_weights
@@ -39,13 +40,8 @@ from headway.model.shape import flops
 from headway.model.sharding import full_tensor, local_rows, shard
 from headway.model.tokenizer import load_tokenizer
 from headway.training import checkpoint
-from headway.training.algorithms.losses import (
-    PolicyLossInput,
-    PolicyLossOutput,
-    decoupled_ppo,
-    merge_metrics,
-    naive_ppo,
-)
+from headway.training.algorithms.algorithm import Algorithm
+from headway.training.algorithms.losses import Figures, PolicyLossInput, PolicyLossOutput, merge_metrics
 from headway.training.batches import MemoryFit, MicroBatch, Share, micro_batches, share_of, whole_sample
 from headway.training.checkpoint import CheckpointPart
 from headway.training.collective import Ranks, RankSpec, join
@@ -90,7 +86,7 @@ class Trainer:
         spec: RankSpec | None = None,
     ):
         """`spec` is for a rank of several. Transport "cuda", from GPU to GPU of this machine, is not in the config."""
-        self.section, self.algorithm = section, algorithm
+        self.section, self.algorithm = section, Algorithm(algorithm)
         self.worst_staleness = worst_staleness
         self.version = 0
         self._model_path, self._dtype = model.path, DTYPES[model.dtype]
@@ -132,7 +128,7 @@ class Trainer:
         started = time.time()
         check_batch(batch, self.version, self.worst_staleness)
         ranks, num_minibatches = self.ranks, self.section.minibatches
-        share = share_of(batch, self.algorithm, num_minibatches, self._cost, ranks.rank, ranks.num)
+        share = share_of(batch, self.algorithm.chosen, num_minibatches, self._cost, ranks.rank, ranks.num)
         metrics: dict[str, float] = {}
         skipped, shifts = "a behaviour log-prob is not finite", list[int]()
         # Ratios are clamped: the loss of an infinite log-prob would be finite, and meaningless.
@@ -153,7 +149,7 @@ class Trainer:
             num_tokens=batch.num_sampled,
             started=started,
             seconds=time.time() - started,
-            metrics=_per_token(metrics) | {"lr": self.optimizer.param_groups[0]["lr"]},
+            metrics=self.algorithm.report(metrics) | share.figures | self._pass_figures(metrics),
         )
 
     def set_fit(self, fit: MemoryFit) -> None:
@@ -180,16 +176,18 @@ class Trainer:
         """The sums of the step's metrics, and why it was skipped, if it was; then nothing has moved."""
         self._moved, self._before = False, None
         minibatches = [self._pack(samples) for samples in share.minibatches]
-        minibatches[1:] = [[self._with_proximal(part) for part in minibatch] for minibatch in minibatches[1:]]
+        free = 0 if self.algorithm.needs_proximal else 1
+        minibatches[free:] = [[self._with_proximal(part) for part in minibatch] for minibatch in minibatches[free:]]
+        figures = [self._figures(share, number, minibatch) for number, minibatch in enumerate(minibatches)]
         if len(minibatches) > 1:
             self._before = {name: tensor.clone() for name, tensor in self._state().items()}
         for group in self.optimizer.param_groups:
             group["lr"] = self.section.lr * warmed_up(self.version, self.section.warmup_steps)
         nonfinite = torch.zeros((), device=self.device)
         outcomes = []
-        for minibatch, num_trained in zip(minibatches, share.num_trained, strict=True):
-            scale = gradient_scale(self._dtype, num_trained, scale_shift)
-            outcomes.append(self._optimizer_step(minibatch, num_trained, nonfinite, scale))
+        for minibatch, about in zip(minibatches, figures, strict=True):
+            scale = gradient_scale(self._dtype, about.num_tokens, scale_shift)
+            outcomes.append(self._optimizer_step(minibatch, about, nonfinite, scale))
             nonfinite = outcomes[-1].nonfinite
         metrics, skipped = _read_back(outcomes)
         metrics["micro_batches"] = float(sum(map(len, minibatches)))
@@ -199,8 +197,16 @@ class Trainer:
         self._before = None
         return metrics, skipped
 
+    def _figures(self, share: Share, number: int, minibatch: list[MicroBatch]) -> Figures:
+        policies = [(part.proximal_M, part.behaviour_M) for part in minibatch if part.proximal_M is not None]
+        return self.algorithm.figures(share, number, policies, self.ranks.total)
+
+    def _pass_figures(self, totals: Mapping[str, float]) -> dict[str, float]:
+        passes = {"grad_norm": totals.get("grad_norm_max", 0.0), "num_micro_batches": totals.get("micro_batches", 0.0)}
+        return passes | {"lr": self.optimizer.param_groups[0]["lr"]}
+
     def _optimizer_step(
-        self, minibatch: list[MicroBatch], denominator: int, nonfinite: Tensor, scale: float
+        self, minibatch: list[MicroBatch], figures: Figures, nonfinite: Tensor, scale: float
     ) -> _Outcome:
         """One minibatch. Weights stay if its loss or gradient is not finite, or an earlier minibatch's was `nonfinite`.
 
@@ -209,9 +215,9 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         parts = []
         for micro_batch in minibatch:
-            output = self._loss(micro_batch, denominator)
+            output = self._loss(micro_batch, figures)
             (output.loss * scale).backward()
-            parts.append(output.metrics | {"loss_sum": output.loss.detach() * denominator})
+            parts.append(output.metrics | {"loss_sum": output.loss.detach() * figures.num_tokens})
         for master in self.masters.named.values():
             if scale != 1 and master.grad is not None:
                 master.grad /= scale
@@ -224,7 +230,7 @@ class Trainer:
         self._before_change()
         self.optimizer.step()
         self.masters.refresh()
-        return _Outcome(denominator, metrics, nonfinite)
+        return _Outcome(figures.num_tokens, metrics, nonfinite)
 
     def _before_change(self) -> None:
         self._moved = True
@@ -247,7 +253,7 @@ class Trainer:
         out: tuple[Tensor, Tensor] = self.policy(*micro_batch.forward_arguments)
         return out
 
-    def _loss(self, micro_batch: MicroBatch, denominator: float) -> PolicyLossOutput:
+    def _loss(self, micro_batch: MicroBatch, figures: Figures) -> PolicyLossOutput:
         logprobs_M, entropy_M = self._forward(micro_batch)
         # Without a proximal pass this is the first minibatch: no weight has moved, so π_prox is π_θ.
         proximal_M = logprobs_M.detach() if micro_batch.proximal_M is None else micro_batch.proximal_M
@@ -257,18 +263,14 @@ class Trainer:
             behaviour_T=micro_batch.behaviour_M,
             advantages_T=micro_batch.advantages_M,
             mask_T=torch.ones_like(logprobs_M),
+            counts_N=micro_batch.counts_N,
+            entropy_T=entropy_M if figures.entropy_coef else None,
         )
-        chosen = self.algorithm
-        if chosen.objective == "decoupled":
-            output = decoupled_ppo(
-                inputs, denominator, chosen.clip_eps, chosen.behaviour_cap, chosen.behaviour_cap_mode
-            )
-        else:
-            output = naive_ppo(inputs, denominator, chosen.clip_eps)
+        output = self.algorithm.loss(inputs, figures)
         # Tokens sampled under exactly these weights show how far engine and trainer disagree.
         gap_M = (proximal_M - micro_batch.behaviour_M).abs() * (micro_batch.versions_M == self.version)
         largest = torch.cat([gap_M, gap_M.new_zeros(1)]).max()  # there may be no token at all
-        extra = {"entropy_sum": entropy_M.sum(), "logprob_gap_max": largest}
+        extra = {"entropy_sum": entropy_M.detach().sum(), "logprob_gap_max": largest}
         return PolicyLossOutput(output.loss, output.metrics | extra)
 
     @torch.no_grad()
@@ -436,24 +438,3 @@ def _read_back(outcomes: list[_Outcome]) -> tuple[dict[str, float], str]:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return totals, f"loss {loss / outcome.denominator:g}, gradient norm {norm:g}"
     return totals, ""
-
-
-def _per_token(totals: Mapping[str, float]) -> dict[str, float]:
-    """Sums over all minibatches as means per token."""
-    tokens = max(1.0, totals.get("tokens", 0.0))
-    names = {
-        "loss": "loss_sum",
-        "entropy": "entropy_sum",
-        "clip_fraction": "clip_count",
-        "capped_fraction": "capped_count",
-        "behaviour_weight_mean": "behaviour_weight_sum",
-        "kl": "kl_sum",
-        "behaviour_kl": "behaviour_kl_sum",
-    }
-    means = {shown: totals.get(summed, 0.0) / tokens for shown, summed in names.items()}
-    return means | {
-        "behaviour_weight_max": totals.get("behaviour_weight_max", 0.0),
-        "logprob_gap_max": totals.get("logprob_gap_max", 0.0),
-        "grad_norm": totals.get("grad_norm_max", 0.0),
-        "num_micro_batches": totals.get("micro_batches", 0.0),
-    }

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.config import AlgorithmSection, TrainerSection
+from headway.algorithm import AlgorithmSection
+from headway.config import TrainerSection
 from headway.model.sharding import local_rows
 from headway.training import batches
+from headway.training.algorithms.algorithm import Algorithm
 from headway.training.batches import MemoryFit, MicroBatch
 from headway.training.optimizer import adamw
 from headway.training.trainer import Trainer
@@ -29,7 +31,8 @@ class ProbeRank(Trainer):
 
     def begin(self, section: TrainerSection, algorithm: AlgorithmSection, worst_staleness: int | None) -> None:
         """As if newly started with these sections."""
-        self.section, self.algorithm, self.worst_staleness, self.version = section, algorithm, worst_staleness, 0
+        self.section, self.algorithm = section, Algorithm(algorithm)
+        self.worst_staleness, self.version = worst_staleness, 0
         self.set_fit(MemoryFit(section.token_budget, section.gradient_checkpointing))
         self.optimizer = adamw(self.masters.named.values(), section, section.lr)
         self._restore(self._first)

@@ -10,7 +10,8 @@ from rank_probes import ProbeRank
 from torch import Tensor
 from training import make_trainer
 
-from headway.config import AlgorithmSection, ModelSection, TrainerSection, WeightsSection
+from headway.algorithm import AlgorithmSection
+from headway.config import ModelSection, TrainerSection, WeightsSection
 from headway.runtime.local import LocalRuntime
 from headway.training.ranks import RankedTrainer
 from headway.training.trainer import Trainer

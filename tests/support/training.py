@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from headway.config import AlgorithmSection, ModelSection, TrainerSection
+from headway.algorithm import AlgorithmSection
+from headway.config import ModelSection, TrainerSection
 from headway.model.sharding import Masters, full_tensor
 from headway.training import checkpoint
 from headway.training.trainer import Trainer

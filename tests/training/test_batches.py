@@ -20,7 +20,7 @@ from training import (
     trained_gradients,
 )
 
-from headway.config import AlgorithmSection
+from headway.algorithm import AlgorithmSection
 from headway.errors import ConfigError
 from headway.training.batches import arranged, micro_batches, minibatches_of, samples_of
 from headway.training.packing import pack
@@ -80,7 +80,9 @@ def test_dropping_one_sequence_changes_the_gradient_by_far_more_than_rounding(ti
 
 
 def advantages_in(samples: list[Sample]) -> list[float]:
-    return [round(sample.advantage, 3) for sample in samples]
+    for sample in samples:
+        assert len(sample.advantages) == len(sample.where) and len(set(sample.advantages.tolist())) == 1
+    return [round(float(sample.advantages[0]), 3) for sample in samples]
 
 
 def test_groups_are_dealt_out_by_turns_and_never_split() -> None:
@@ -99,7 +101,7 @@ def test_more_minibatches_than_groups_leave_empty_ones_rather_than_repeat_a_grou
 
 def test_advantages_are_normalised_over_the_batch_not_over_the_minibatch() -> None:
     groups = (make_group(0, (1.0, 1.0)), make_group(1, (0.0, 0.0)))
-    dealt = minibatches_of(Batch(0, groups), AlgorithmSection(advantage="batch"), 2)
+    dealt = minibatches_of(Batch(0, groups), AlgorithmSection(baseline="none", normalise="batch"), 2)
     assert [advantages_in(samples) for samples in dealt] == [[1.0, 1.0], [-1.0, -1.0]]
 
 
@@ -127,11 +129,11 @@ def test_every_sequence_of_a_trajectory_carries_its_advantage_and_its_own_tokens
     branched = make_trajectory(random, 0, reward=1.0, lengths=(3, 0, 5), temperature=0.5)
     other = make_trajectory(random, 1, reward=0.0, lengths=(2,))
     group = Group(7, 7, 0, 2, (branched, other))
-    samples = samples_of(group, {(7, 0): 1.5, (7, 1): -1.5})
-    assert [(len(s.where), s.advantage, s.temperature) for s in samples] == [
-        (3, 1.5, 0.5),
-        (5, 1.5, 0.5),
-        (2, -1.5, 1.0),
+    by_token = {(7, 0): np.arange(8, dtype=np.float32), (7, 1): np.array([-1.5, -2.5], np.float32)}
+    assert [(s.advantages.tolist(), s.temperature) for s in samples_of(group, by_token)] == [
+        ([0, 1, 2], 0.5),
+        ([3, 4, 5, 6, 7], 0.5),
+        ([-1.5, -2.5], 1.0),
     ]
 
 

@@ -26,7 +26,7 @@ from training import (
     trained_gradients,
 )
 
-from headway.config import AlgorithmSection
+from headway.algorithm import AlgorithmSection
 from headway.errors import DeadlineExceeded, InvariantBroken
 from headway.training import checkpoint
 from headway.training.batches import deal, share_of
@@ -242,13 +242,12 @@ def test_samples_are_dealt_by_work_and_each_exactly_once() -> None:
 
 def test_advantages_are_those_of_whole_groups_whoever_gets_the_samples(tiny_model: str) -> None:
     batch = make_batch(num_groups=5)
-    for kind in ("group", "batch"):
-        algorithm = AlgorithmSection(advantage=kind)
+    for algorithm in (AlgorithmSection(), AlgorithmSection(baseline="none", normalise="batch")):
         whole = share_of(batch, algorithm, 2, float)
         shares = [share_of(batch, algorithm, 2, float, rank, 3) for rank in range(3)]
         for number, samples in enumerate(whole.minibatches):
             dealt = [sample for share in shares for sample in share.minibatches[number]]
-            assert sorted(s.advantage for s in dealt) == sorted(s.advantage for s in samples)
+            assert sorted(s.advantages[0] for s in dealt) == sorted(s.advantages[0] for s in samples)
             assert whole.num_trained[number] == sum(len(sample.where) for sample in samples)
         assert all(share.num_trained == whole.num_trained for share in shares)
         assert {(share.longest, share.finite) for share in shares} == {(whole.longest, True)}

@@ -37,7 +37,8 @@ from training import (
     write_model,
 )
 
-from headway.config import AlgorithmSection, ModelSection, TrainerSection, WeightsSection
+from headway.algorithm import AlgorithmSection
+from headway.config import ModelSection, TrainerSection, WeightsSection
 from headway.runtime.inline import InlineRuntime
 from headway.training import trainer as trainer_module
 from headway.training.batches import Share

@@ -2,14 +2,15 @@
 
 import math
 import random
-from typing import Literal
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.training.algorithms.advantages import EPSILON, batch_advantages, global_batch, group_relative
+from headway.algorithm import AlgorithmSection
+from headway.training.algorithms.advantages import EPSILON, global_batch, group_relative
+from headway.training.algorithms.credit import batch_advantages
 from headway.types import (
     NOT_SAMPLED,
     Batch,
@@ -22,7 +23,6 @@ from headway.types import (
 )
 
 repeatable = settings(derandomize=True, deadline=None, database=None, max_examples=150)
-KINDS: tuple[Literal["group", "batch"], ...] = ("group", "batch")
 rewards = st.one_of(st.sampled_from([0.0, 1.0, -5.0, 5.0, 0.1]), st.floats(-100, 100, allow_nan=False))
 rows = st.lists(st.tuples(st.integers(0, 5), rewards), max_size=40)
 
@@ -115,7 +115,7 @@ def test_removing_a_member_changes_its_own_group_only(rows: list[tuple[int, floa
 
 
 def test_rewards_and_group_ids_of_different_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 rewards for 2 group ids"):
+    with pytest.raises(ValueError, match="3 returns for 2 group ids"):
         group_relative(np.zeros(3), np.zeros(2, np.int64))
 
 
@@ -124,7 +124,12 @@ def test_batch_advantages_are_keyed_by_group_and_trajectory_and_survive_incomple
     alone = Group(5, 1, 1, 2, (trajectory(1, 1.0),), (Failure(0, "verifier", 9),))
     complete = Group(9, 2, 1, 2, (trajectory(0, 1.0, 1.0), trajectory(1, 4.0)))
     batch = Batch(6, (incomplete, alone, complete))
-    by_group = batch_advantages(batch, "group")
+    found = batch_advantages(batch, AlgorithmSection())
+    by_group = found.by_trajectory
     assert list(by_group) == [(4, 0), (4, 2), (5, 1), (9, 0), (9, 1)]
-    assert list(by_group.values()) == pytest.approx([1, -1, 0, -1, 1], abs=1e-5)
-    assert list(batch_advantages(batch, "batch").values()) == pytest.approx(scalar_normalised([1, 0, 1, 2, 4]))
+    assert [len(advantages_T) for advantages_T in by_group.values()] == [2, 2, 2, 4, 2]
+    assert [set(values.tolist()) for values in by_group.values()] == [{values[0]} for values in by_group.values()]
+    assert [values[0] for values in by_group.values()] == pytest.approx([1, -1, 0, -1, 1], abs=1e-5)
+    assert found.figures["incomplete_groups"] == 2 and found.figures["single_groups"] == 1
+    by_batch = batch_advantages(batch, AlgorithmSection(baseline="none", normalise="batch")).by_trajectory
+    assert [values[0] for values in by_batch.values()] == pytest.approx(scalar_normalised([1, 0, 1, 2, 4]))

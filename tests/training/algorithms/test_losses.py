@@ -8,12 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.algorithm import AlgorithmSection
 from headway.training.algorithms.losses import (
+    Figures,
     PolicyLossInput,
     PolicyLossOutput,
-    decoupled_ppo,
     merge_metrics,
-    naive_ppo,
+    policy_loss,
 )
 
 repeatable = settings(derandomize=True, deadline=None, database=None, max_examples=100)
@@ -36,6 +37,13 @@ class Choice:
     clip_eps: float = 0.2
     cap: float = 0.0
     mode: str = "mask"
+
+    @property
+    def section(self) -> AlgorithmSection:
+        cap = {"behaviour_cap": self.cap, "behaviour_cap_mode": self.mode} if self.decoupled else {}
+        return AlgorithmSection.model_validate(
+            {"objective": "decoupled" if self.decoupled else "naive", "clip_eps": self.clip_eps} | cap
+        )
 
 
 def scalar_loss(tokens: list[Token], denominator: float, choice: Choice) -> float:
@@ -79,10 +87,7 @@ def packed(tokens: list[Token], dtype: torch.dtype = torch.float64) -> PolicyLos
 
 
 def computed(inputs: PolicyLossInput, denominator: float, choice: Choice) -> tuple[PolicyLossOutput, list[float]]:
-    if choice.decoupled:
-        output = decoupled_ppo(inputs, denominator, choice.clip_eps, choice.cap, choice.mode)  # type: ignore[arg-type]
-    else:
-        output = naive_ppo(inputs, denominator, choice.clip_eps)
+    output = policy_loss(inputs, Figures(denominator), choice.section)  # type: ignore[arg-type]
     output.loss.backward()  # type: ignore[no-untyped-call]
     assert inputs.logprobs_T.grad is not None
     return output, inputs.logprobs_T.grad.tolist()
@@ -241,4 +246,4 @@ def test_wrong_inputs_are_refused() -> None:
     with pytest.raises(ValueError, match="detach"):
         PolicyLossInput(good.logprobs_T, good.logprobs_T, good.behaviour_T, good.advantages_T, good.mask_T)
     with pytest.raises(ValueError, match="denominator"):
-        decoupled_ppo(good, 0.0, 0.2)
+        policy_loss(good, Figures(0), AlgorithmSection())
