@@ -6,24 +6,23 @@ brings. The service is this run's own, in a private directory, and ends with it.
 """
 
 import contextlib
-import ctypes
 import logging
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from headway.config import Config
+from headway.runtime.process_tree import set_death_signal
 
 CONTROL = "nvidia-cuda-mps-control"
 _PLACES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 _START_S, _STOP_S = 10.0, 10.0
-_PR_SET_PDEATHSIG = 1
 
 
 def shares_gpu(config: Config) -> bool:
@@ -67,7 +66,7 @@ def _start(places: dict[str, str]) -> "subprocess.Popen[bytes] | None":
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=_end_with_parent,
+        preexec_fn=partial(set_death_signal, signal.SIGTERM, os.getpid()),
     )
     until = time.monotonic() + _START_S
     while service.poll() is None and time.monotonic() < until:
@@ -78,11 +77,6 @@ def _start(places: dict[str, str]) -> "subprocess.Popen[bytes] | None":
     service.wait()
     logging.getLogger(__name__).warning("%s did not start; engine and trainer take turns on their GPU", CONTROL)
     return None
-
-
-def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _stop(service: "subprocess.Popen[bytes]", places: dict[str, str]) -> None:

@@ -36,7 +36,6 @@ _LONGEST_SENTENCE = 500
 def main() -> NoReturn:
     """Become the keeper and its worker; arguments: the worker's descriptor, the pool's process id, the verifier."""
     descriptor, pool, reference = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    process_tree.set_death_signal(signal.SIGTERM, pool)
     process_tree.adopt_orphans()
     keeper = os.getpid()
     worker = os.fork()
@@ -47,7 +46,7 @@ def main() -> NoReturn:
     os.close(descriptor)
     with contextlib.suppress(ProcessLookupError):
         os.setpgid(worker, worker)  # both sides set it, so that neither can run ahead of the other
-    os._exit(process_tree.keep(worker))
+    os._exit(process_tree.guard(worker, pool))
 
 
 def _serve_and_end(descriptor: int, reference: str) -> NoReturn:

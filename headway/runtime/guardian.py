@@ -1,8 +1,8 @@
-"""Keeps a program of another make: `python -m headway.runtime.guardian OWNER DIRECTORIES COMMAND…`.
+"""Runs a foreign program and ends it with its owner: `python -m headway.runtime.guardian OWNER DIRECTORIES COMMAND…`.
 
-The program leads a process group of its own, reads nothing, and writes where the keeper does. When it ends, or OWNER
-(a process id) dies or closes the keeper's standard input, the program and everything it started are ended, first by
-SIGTERM and after a few seconds by SIGKILL; then DIRECTORIES (colons between them) are removed with all they hold.
+The program leads its own process group, with empty standard input and the guardian's output. When it ends, or OWNER
+(a process id) dies or closes the guardian's standard input, the program and all its descendants are ended, first by
+SIGTERM and after a few seconds by SIGKILL; then DIRECTORIES (separated by colons) are removed.
 
 Invariant that lives here:
  15. Bounded waits: none of the program's processes outlives its owner, however the owner ends.
@@ -23,25 +23,24 @@ GRACE_S = 4.0
 def main() -> NoReturn:
     owner, directories, command = int(sys.argv[1]), sys.argv[2].split(":"), sys.argv[3:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, which decides
-    process_tree.set_death_signal(signal.SIGTERM, owner)
     process_tree.adopt_orphans()
-    keeper = os.getpid()
+    guardian = os.getpid()
     program = os.fork()
     if program == 0:
-        _become(command, keeper)
+        _become(command, guardian)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.setpgid(program, program)  # both sides set it, so that neither can run ahead of the other
-    code = process_tree.keep(program, GRACE_S)
+    code = process_tree.guard(program, owner, GRACE_S)
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
     os._exit(code)
 
 
-def _become(command: list[str], keeper: int) -> NoReturn:
+def _become(command: list[str], guardian: int) -> NoReturn:
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Should the keeper itself be killed: then at least the program hears of it, and can end those it started.
-    process_tree.set_death_signal(signal.SIGTERM, keeper)
+    # If the guardian itself is killed, at least the program is signalled, and can end its own children.
+    process_tree.set_death_signal(signal.SIGTERM, guardian)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
         os.execvp(command[0], command)

@@ -1,41 +1,50 @@
-"""A process and those it started: how to hear of a parent's death, and how to leave no descendant behind.
+"""Process trees: signals on the parent's death, and ending a process with all its descendants.
 
-A keeper is a process that starts one child and runs none of its code, so that it always answers: when the child ends,
-or the keeper's standard input is closed, or its own parent dies, it ends the child's process group and then every
-descendant that left the group. On systems other than Linux only the closing of pipes tells, and only groups are ended.
+A guardian is a process that starts one child and runs none of its code, so that it always responds: when the child
+ends, the guardian's standard input is closed or its parent dies, it ends the child's process group and then every
+descendant that left the group. Linux only.
 """
 
 import contextlib
 import ctypes
 import os
 import signal
-import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_LINUX = sys.platform == "linux"
-_LOOK_S = 0.02
+_POLL_S = 0.02
 
 
 def set_death_signal(number: int, parent: int) -> None:
-    """Get this signal when the parent dies, and end at once if it is gone already."""
-    if _LINUX:  # which means the thread that made this process: the parent's event loop must run in a lasting one
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
+    """Receive this signal when the parent dies; exit now if it has died already.
+
+    To the kernel the parent is the thread that forked: a parent's event loop must run in a thread that lasts. A stopped
+    process receives only SIGKILL and SIGCONT.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def on_parent_death(parent: int, end: Callable[[], Any]) -> None:
+    """Call `end` when the parent dies, also in a process that is stopped: SIGCONT wakes it."""
+    signal.signal(signal.SIGCONT, lambda *_: end() if os.getppid() != parent else None)
+    set_death_signal(signal.SIGCONT, parent)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of any descendant whose own parent ends, so that none gets out of reach."""
-    if _LINUX:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Become the parent of any descendant whose own parent ends, so that it stays in the process tree."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def keep(child: int, grace_s: float = 0.0) -> int:
-    """Wait for the end of `child`, which leads a process group, or for a reason to end it; its exit code, 128 + N for
-    signal N. What is to end may clean up for `grace_s` before it is killed."""
+def guard(child: int, owner: int, grace_s: float = 0.0) -> int:
+    """Wait until `child`, the leader of a process group, ends, and end it when `owner`, this process's parent, dies.
+
+    Returns its exit code, 128 + N for signal N. Processes have `grace_s` to clean up before they are killed.
+    """
 
     def end(*_: Any) -> None:
         _signal_group(child, signal.SIGTERM if grace_s else signal.SIGKILL)
@@ -50,6 +59,7 @@ def keep(child: int, grace_s: float = 0.0) -> int:
         end()
 
     signal.signal(signal.SIGTERM, end)
+    on_parent_death(owner, end)
     threading.Thread(target=wait_for_owner, daemon=True).start()
     _, status = os.waitpid(child, 0)
     if grace_s:
@@ -67,7 +77,7 @@ def _signal_group(leader: int, number: int) -> None:
 
 
 def _end_children(seconds: float) -> None:
-    """Ask whatever is left to end, and wait for it."""
+    """Terminate all remaining descendants and wait for them."""
     deadline, asked = time.monotonic() + seconds, set[int]()
     while (left := children()) and time.monotonic() < deadline:
         for pid in left - asked:
@@ -76,7 +86,7 @@ def _end_children(seconds: float) -> None:
         asked |= left
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, os.WNOHANG)
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 SPARED: set[int] = set()  # children `kill_children` leaves alone: they serve more than the call that started them
@@ -95,19 +105,10 @@ def kill_children(spare: frozenset[int] = frozenset()) -> None:
 
 def children() -> frozenset[int]:
     """Our child processes, those that ended and are not reaped among them."""
-    if not _LINUX:
-        return frozenset()
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return frozenset()  # the usual case, for the price of one system call
-    me = os.getpid()
-    return frozenset(pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(pid) == me)
+    import psutil  # 12 ms, and a process that forks a user's code seldom needs it
 
-
-def _parent_of(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            return int(stat.read().rpartition(b")")[2].split()[1])
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
+    return frozenset(child.pid for child in psutil.Process().children())

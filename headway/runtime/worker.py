@@ -5,7 +5,6 @@ means that the parent is gone. Which class to construct arrives as the first cal
 """
 
 import asyncio
-import ctypes
 import faulthandler
 import hmac
 import importlib
@@ -26,8 +25,8 @@ from headway.runtime import channel
 from headway.runtime.channel import Channel, error_to_plain
 from headway.runtime.compute import awaitable, offload, start_compute_thread
 from headway.runtime.handle import join_run, remote_methods
+from headway.runtime.process_tree import on_parent_death
 
-_PR_SET_PDEATHSIG = 1
 _PROOF_S = 60.0  # a client that has not shown by then that it has the token is turned away
 
 
@@ -167,12 +166,8 @@ class Lifeline:
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
-        # The end of the pipe is not seen while some other process still holds it, nor by a process that is stopped: the
-        # kernel's word comes besides, and wakes.
-        self._parent = os.getppid()
-        signal.signal(signal.SIGCONT, lambda *_: self._vanish() if os.getppid() != self._parent else None)
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+        # A stopped process does not see the end of the pipe, nor is there one while another process holds it.
+        on_parent_death(os.getppid(), self._vanish)
 
     def leave_reaper(self) -> None:
         """Have a process of this group kill it when the pipe breaks: this one may be stopped, or killed alone.

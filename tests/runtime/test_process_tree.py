@@ -1,5 +1,8 @@
-"""A keeper ends what it keeps and everything that started: politely first where it may, and in any case."""
+"""A guardian ends its program and all its descendants, first by SIGTERM where there is time, and in any case."""
 
+import os
+import select
+import signal
 import subprocess
 import sys
 import time
@@ -22,7 +25,7 @@ if program == 0:
     {manners}
     print(os.getpid(), flush=True)
     {then}
-os._exit(process_tree.keep(program, {grace_s}))
+os._exit(process_tree.guard(program, os.getppid(), {grace_s}))
 """
 
 
@@ -58,3 +61,32 @@ def test_a_program_that_ends_takes_its_children_along() -> None:
     keeper, family = kept("", "time.sleep(0.3 if child else 600); os._exit(3)", 60.0)
     assert keeper.wait(20) == 3
     assert not psutil.wait_procs(family, timeout=0)[1]
+
+
+OWNER = """
+import os, subprocess, sys
+guardian = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.PIPE, start_new_session=True)
+print(guardian.pid, flush=True)
+guardian.wait()
+"""
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 0.3])
+def test_a_stopped_guardian_dies_with_its_owner(grace_s: float) -> None:
+    guardian = KEEPER.format(manners="", then="time.sleep(600)", grace_s=grace_s)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, guardian],
+        stdout=subprocess.PIPE,
+        env={"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert owner.stdout is not None
+    pids = [int(owner.stdout.readline()) for _ in range(3)]
+    ends = [os.pidfd_open(pid) for pid in pids]
+    os.kill(pids[0], signal.SIGSTOP)
+    owner.kill()
+    owner.wait()
+    for pid, end in zip(pids, ends, strict=True):
+        if not select.select([end], [], [], 10)[0]:
+            os.kill(pid, signal.SIGKILL)
+            raise AssertionError("a process outlived the owner of its stopped guardian")
+        os.close(end)
