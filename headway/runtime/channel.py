@@ -30,7 +30,7 @@ MAX_FRAME_BYTES = 2**31 - 1
 BACKLOG = 4096  # clients that may connect before a busy worker accepts them
 
 _HEADER = struct.Struct("<IQB")
-_READ_BYTES = 256 * 1024
+_READ_BYTES, _UNVERIFIED_READ_BYTES = 256 * 1024, 512
 _LARGE_BYTES = 64 * 1024
 _SILENCE_S = 30  # after which a machine that no longer acknowledges that it is there counts as lost
 _UNREAD_S = 120  # the same for one that does not take what was sent; it may only have much else to do
@@ -127,7 +127,7 @@ class Channel(asyncio.BufferedProtocol, ABC):
         self._loop = asyncio.get_running_loop()
         self._max_bytes = MAX_UNVERIFIED_BYTES
         self._held: list[tuple[int, int, bytes]] | None = []  # None once the other end is verified
-        self._buffer = bytearray(_READ_BYTES)
+        self._buffer = bytearray(_UNVERIFIED_READ_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
         self._large: tuple[int, int, memoryview] | None = None  # kind, call and payload of a frame beyond the buffer
@@ -147,6 +147,9 @@ class Channel(asyncio.BufferedProtocol, ABC):
 
     def verified(self) -> None:
         self._max_bytes = MAX_FRAME_BYTES
+        received, self._buffer = self._buffer, bytearray(_READ_BYTES)
+        self._buffer[: len(received)] = received
+        self._view = memoryview(self._buffer)
         held, self._held = self._held, None
         for frame in held or ():
             self.send(*frame)

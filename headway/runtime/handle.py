@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from headway import codec
-from headway.errors import DeadlineExceeded, WorkerDied
+from headway.errors import DeadlineExceeded, HeadwayError, WorkerDied
 from headway.runtime import channel
 from headway.runtime.channel import Channel, RemoteError, error_from_plain
 
@@ -142,7 +142,12 @@ class Peer:
         return await asyncio.shield(self._connecting)  # others may wait for the same connection
 
     async def _open_connection(self) -> "Connection":
+        run = channel.run_of(self.address)
         try:
+            if run not in _TOKENS and self.exit is None:
+                raise HeadwayError(f"worker {self.name} is of run {run}, whose token this process lacks; join it first")
+            if run not in _TOKENS:
+                raise await self.ended()
             async with asyncio.timeout(_CONNECT_S):
                 return await channel.connect(lambda: Connection(self), self.address)
         except OSError as error:  # TimeoutError is one
@@ -169,7 +174,7 @@ class Connection(Channel):
     def __init__(self, peer: Peer) -> None:
         super().__init__()
         self._peer = peer
-        self._token = _TOKENS.get(channel.run_of(peer.address), b"")
+        self._token = _TOKENS[channel.run_of(peer.address)]
         self._nonce = secrets.token_bytes(channel.NONCE_BYTES)
         self._pending: dict[int, Waiter] = {}
         self._num_calls = 0

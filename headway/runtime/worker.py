@@ -27,7 +27,8 @@ from headway.runtime.compute import awaitable, offload, start_compute_thread
 from headway.runtime.handle import join_run, remote_methods
 from headway.runtime.process_tree import on_parent_death
 
-_PROOF_S = 60.0  # a client that has not shown by then that it has the token is turned away
+_PROOF_S = 60.0  # a client that has not proved by then that it has the token is disconnected
+_MAX_UNVERIFIED = 1024  # clients that have not; one more disconnects the oldest
 
 
 class Service:
@@ -36,6 +37,7 @@ class Service:
     def __init__(self, name: str, address: str, token: bytes) -> None:
         self.name, self.address, self.token = name, address, token
         self.tasks: set[asyncio.Task[None]] = set()
+        self.unverified: dict[Connection, None] = {}  # oldest first
         self.closing = False
         self.methods: dict[str, bool] = {"open": False}
         self._object: Any = self
@@ -84,6 +86,12 @@ class Connection(Channel):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._patience = self._loop.call_later(_PROOF_S, self.transport.abort)
+        waiting = self._service.unverified
+        waiting[self] = None
+        if len(waiting) > _MAX_UNVERIFIED:
+            oldest = next(iter(waiting))
+            del waiting[oldest]
+            oldest.transport.abort()
 
     def prove(self, kind: int, payload: bytes) -> bool:
         service = self._service
@@ -101,6 +109,7 @@ class Connection(Channel):
         return True
 
     def _stop_waiting(self) -> None:
+        self._service.unverified.pop(self, None)
         if self._patience is not None:
             self._patience.cancel()
 

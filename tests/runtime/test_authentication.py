@@ -16,7 +16,7 @@ from probes import Probe
 from runtimes import in_processes, with_probe
 
 from headway import codec
-from headway.errors import WorkerDied
+from headway.errors import HeadwayError, WorkerDied
 from headway.runtime import channel, handle, worker
 from headway.runtime.protocol import Runtime
 
@@ -118,6 +118,34 @@ def test_a_stranger_that_says_nothing_is_turned_away_in_time(monkeypatch: pytest
             return await reader.read()
         except ConnectionResetError:
             return b""
+
+    asyncio.run(body())
+
+
+def test_half_open_connections_are_limited_and_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_MAX_UNVERIFIED", 3)
+
+    async def body() -> None:
+        service = worker.Service("probe", "127.0.0.1:1/run/0", bytes(32))
+        server = await asyncio.get_running_loop().create_server(lambda: worker.Connection(service), "127.0.0.1", 0)
+        async with server:
+            pairs = [await asyncio.open_connection(*server.sockets[0].getsockname()) for _ in range(5)]
+            for reader, _ in pairs[:2]:
+                with suppress(ConnectionResetError):
+                    assert await asyncio.wait_for(reader.read(), 5) == b""
+            assert len(service.unverified) == 3
+            assert sum(len(connection._buffer) for connection in service.unverified) < 4096
+            for _, writer in pairs:
+                writer.close()
+
+    asyncio.run(body())
+
+
+def test_a_run_without_a_token_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    async def body() -> None:
+        peer = handle.Peer("engine", f"{tmp_path}/headway-unknown/1", "engine.log")
+        with pytest.raises(HeadwayError, match="of run headway-unknown, whose token this process lacks"):
+            await peer.call("echo", (1,), {}, 5.0)
 
     asyncio.run(body())
 
