@@ -20,14 +20,7 @@ from typing import Any, TypeVar, cast
 
 from headway.errors import WorkerDied
 from headway.runtime import channel
-from headway.runtime.handle import (
-    Handle,
-    Peer,
-    find_peer,
-    join_run,
-    leave_run,
-    remote_methods,
-)
+from headway.runtime.handle import Handle, Peer, find_peer, join_run, leave_run, remote_methods
 from headway.runtime.launch import closed, describe_exit, execute, obituary, open_arguments
 
 T = TypeVar("T")

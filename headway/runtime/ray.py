@@ -23,15 +23,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 from headway.errors import ConfigError, DeadlineExceeded, HeadwayError, WorkerDied
 from headway.runtime import channel
 from headway.runtime.driver import Cluster
-from headway.runtime.handle import (
-    Handle,
-    Peer,
-    find_peer,
-    join_run,
-    leave_run,
-    remote_methods,
-    with_deadline,
-)
+from headway.runtime.handle import Handle, Peer, find_peer, join_run, leave_run, remote_methods, with_deadline
 from headway.runtime.launch import closed, describe_exit, obituary, open_arguments
 from headway.runtime.local import CLOSE_S, LocalRuntime
 
