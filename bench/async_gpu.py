@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headway.config import Config
-    from headway.control.workers import Fleet, Workers
     from headway.launch import Prepared
     from headway.types import Prompt
 
@@ -160,9 +159,8 @@ class Listener:
 class Bench:
     """The processes all arms share, and where the trainer stands."""
 
-    def __init__(self, options: argparse.Namespace, directory: Path, model: Path, fleet: "Fleet", workers: "Workers"):
-        self.options, self.directory, self.model = options, directory, model
-        self.fleet, self.workers = fleet, workers
+    def __init__(self, options: argparse.Namespace, directory: Path, model: Path, fleet: Any):
+        self.options, self.directory, self.model, self.fleet = options, directory, model, fleet
 
     async def run(self, plan: Plan, name: str) -> Message:
         """One arm: a controller from the trainer's version on, ended when it has trained its steps."""
@@ -176,7 +174,7 @@ class Bench:
         log, listener = RunLog(directory), Listener()
         log.subscribe(listener.on_event)
         progress, tasks = _progress(prepared, version), _tasks(prepared, version * plan.groups)
-        controller = Controller(prepared.config, self.fleet, self.workers, tasks, progress, log, directory)
+        controller = Controller(prepared.config, self.fleet, tasks, progress, log, directory)
         run = asyncio.create_task(controller.run())
         try:
             await listener.steps(plan.skip + plan.steps, run)
@@ -190,13 +188,13 @@ class Bench:
         """A small training step, because an engine takes no version that it has: the version it leads to."""
         from headway.types import Batch
 
-        trainer = self.workers.trainer
+        trainer = await self.fleet.start_trainer()
         version = (await trainer.score((prepared.prompts[0].tokens,), 1.0)).version
         groups = trained_groups([[4, 8]], 16, vocabulary_of(self.model), version=version)
         report = await trainer.train(Batch(version, tuple(groups)))
         if report.skipped:
             raise AssertionError(report.skipped)
-        return report.version
+        return int(report.version)
 
 
 def prepare(options: argparse.Namespace, directory: Path, model: Path, plan: Plan) -> "Prepared":
@@ -224,7 +222,7 @@ def _progress(prepared: "Prepared", version: int) -> Any:
         trained=set(range(num_before)),
         dropped=set(),
     )
-    return Progress(version, control, Buffer(control), [], evaluated_before=True)
+    return Progress(version, control, Buffer(control), evaluated_before=True)
 
 
 def _tasks(prepared: "Prepared", first: int) -> Any:
@@ -232,6 +230,7 @@ def _tasks(prepared: "Prepared", first: int) -> Any:
     from headway.control.controller import Tasks
 
     return Tasks(
+        prompts=prepared.prompts,
         stream=Shifted(prepared.prompts, first),  # type: ignore[arg-type]  # a stream is what has prompts by number
         held_out=[],
         probe=launch.probe(prepared.prompts, prepared.longest),
@@ -358,6 +357,35 @@ def show(results: list[Message], console: "Console") -> None:
     console.print(table)
 
 
+def _standing(fleet: type) -> type:
+    """A fleet whose workers outlive each controller: what was started once is handed out again."""
+
+    class Standing(fleet):  # type: ignore[misc]
+        started: dict[str, Any]
+
+        async def _once(self, name: str, start: Any) -> Any:
+            known = self.__dict__.setdefault("started", {})
+            if name not in known:
+                known[name] = await start
+            elif asyncio.iscoroutine(start):
+                start.close()
+            return known[name]
+
+        async def start_engine(self, name: str) -> Any:
+            return await self._once(name, super().start_engine(name))
+
+        async def start_rollout(self, name: str) -> Any:
+            return await self._once(name, super().start_rollout(name))
+
+        async def start_rewards(self) -> Any:
+            return await self._once("reward", super().start_rewards())
+
+        async def start_trainer(self) -> Any:
+            return await self._once("trainer", super().start_trainer())
+
+    return Standing
+
+
 @asynccontextmanager
 async def open_bench(options: argparse.Namespace, directory: Path) -> AsyncIterator[Bench]:
     """Engine, trainer and rollout worker, started and warmed up."""
@@ -368,8 +396,7 @@ async def open_bench(options: argparse.Namespace, directory: Path) -> AsyncItera
     # The workers import the workflow from this directory's modules.
     sys.path.insert(0, str(Path(__file__).resolve().parent))
     async with open_runtime(prepared.config, directory / "workers") as runtime:
-        fleet = Fleet(runtime, prepared.config, None)
-        bench = Bench(options, directory, model, fleet, await fleet.start_all())
+        bench = Bench(options, directory, model, _standing(Fleet)(runtime, prepared.config))
         if not options.cold:
             await bench.run(WARM_UP, "warm-up")
         yield bench

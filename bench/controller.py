@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headway.config import Config
-    from headway.control.workers import Workers
     from headway.engine.protocol import KvPolicy
     from headway.record.events import Event
     from headway.runtime.protocol import Runtime
@@ -215,7 +214,7 @@ def make_config(spec: Message, directory: Path) -> "Config":
             "model": {"path": str(directory / "tokenizer")},
             "task": {"train": "prompts made here", "verifier": "a stand-in"},
             "rollout": {"group_size": spec["group_size"], "workers": spec["workers"]},
-            "engine": {"kind": "fake"},
+            "engine": {"kind": "fake", "count": spec["engines"]},
             "staleness": {"max_staleness": ETA},
             "trainer": {"batch_groups": batch_groups},
             "algorithm": {"baseline": "none", "normalise": "batch"},
@@ -229,21 +228,31 @@ def make_prompts() -> list[Prompt]:
     return [Prompt(index, tokens, "a problem", {"answer": index}) for index, tokens in enumerate(rows)]
 
 
-async def start_workers(runtime: "Runtime", config: "Config", spec: Message) -> "tuple[Workers, Hall]":
-    from headway.control.workers import Generation, Workers
-    from headway.engine.protocol import Engine
-    from headway.rollout.reward_pool import RewardPool
-    from headway.training.ranks import RankedTrainer
+class StandInFleet:
+    """Starts a stand-in for every worker but the rollout workers."""
 
-    hall = await runtime.start("hall", Hall, spec["engines"], spec["seconds_per_token"])
-    engines: dict[str, Engine] = {f"engine-{number}": Guest(hall, number) for number in range(spec["engines"])}
-    rewards = cast(RewardPool, await runtime.start("reward", StandInVerifier))
-    trainer = cast(RankedTrainer, await runtime.start("trainer", StandInTrainer))
-    arguments = (config.model.path, config.rollout, config.run.seed, len(ALPHABET), 4096, 4096, RUN_DEADLINE_S)
-    names = [f"rollout-{number}" for number in range(config.rollout.workers)]
-    rollout = await asyncio.gather(*(runtime.start(name, Rollout, *arguments) for name in names))
-    generation = Generation(engines, cast(dict[str, RolloutWorker], dict(zip(names, rollout, strict=True))), rewards)
-    return Workers(generation, trainer), hall
+    def __init__(self, runtime: "Runtime", config: "Config", hall: "Hall") -> None:
+        self._runtime, self._config, self._hall = runtime, config, hall
+
+    async def start_engine(self, name: str) -> Any:
+        return Guest(self._hall, int(name.removeprefix("engine").removeprefix("-") or 0))
+
+    async def start_rollout(self, name: str) -> Any:
+        config = self._config
+        arguments = (config.model.path, config.rollout, config.run.seed, len(ALPHABET), 4096, 4096, RUN_DEADLINE_S)
+        return await self._runtime.start(name, Rollout, *arguments)
+
+    async def start_rewards(self) -> Any:
+        return await self._runtime.start("reward", StandInVerifier)
+
+    async def start_trainer(self) -> Any:
+        return await self._runtime.start("trainer", StandInTrainer)
+
+    async def stop(self, name: str) -> None:
+        await self._runtime.stop(name)
+
+    async def failure(self) -> Any:
+        return await self._runtime.failure()
 
 
 async def measure(spec: Message, directory: Path) -> Message:
@@ -264,18 +273,18 @@ async def measure(spec: Message, directory: Path) -> Message:
     build_character_tokenizer(ALPHABET).save_pretrained(config.model.path)
     prompts, batch_groups = make_prompts(), config.trainer.batch_groups
     sampling = Sampling(max_tokens=config.sampling.max_tokens, stop_tokens=(1,))
-    tasks = Tasks(PromptStream(prompts, 0), [], launch.probe(prompts), sampling, sampling)
+    tasks = Tasks(prompts, PromptStream(prompts, 0), [], launch.probe(prompts), sampling, sampling)
     staleness = StalenessControl(batch_groups, ETA, batch_groups)
-    progress = Progress(0, staleness, Buffer(staleness), [])
+    progress = Progress(0, staleness, Buffer(staleness))
     log, view = RunLog(directory), open_view(sys.stdout)
     metrics, ledger = Metrics(directory, config.metrics), Ledger()
     flight = Flight(spec["concurrent"])
     for listener in (ledger.on_event, view.on_event, metrics.on_event, flight.on_event):
         log.subscribe(listener)
     async with open_runtime(config, directory) as runtime:
-        workers, hall = await start_workers(runtime, config, spec)
-        keeper = Fleet(runtime, config, None)
-        controller = Controller(config, keeper, workers, tasks, progress, log, directory)
+        hall = await runtime.start("hall", Hall, spec["engines"], spec["seconds_per_token"])
+        fleet = cast(Fleet, StandInFleet(runtime, config, hall))
+        controller = Controller(config, fleet, tasks, progress, log, directory)
         release = asyncio.create_task(flight.release(hall))
         meter = Meter()
         await controller.run()

@@ -93,7 +93,7 @@ class Scene:
         while moved < had - _SLACK:
             if time.perf_counter() - started > DEADLINE_S:
                 raise AssertionError(f"of {had} requests of {name} only {moved} went on elsewhere")
-            moved += sum(item.engine == name for item in (await self.worker.stats()).continued)
+            moved += sum(item.engine == name for item in (await self.worker.stats()).retries)
         seconds = time.perf_counter() - started
         await self._runtime.stop(name)
         return seconds

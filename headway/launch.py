@@ -13,8 +13,8 @@ import platform
 import re
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,14 +23,7 @@ import numpy as np
 
 from headway.config import SINGLE_TURN, Config
 from headway.control.staleness import StalenessControl, resolve_window
-from headway.control.workers import (
-    Fleet,
-    make_private,
-    open_runtime,
-    start_generation,
-    start_trainer,
-    until_failure,
-)
+from headway.control.workers import Fleet, make_private, open_runtime, start_trainer
 from headway.errors import ConfigError, RunFailed
 from headway.model.memory import check_fit
 from headway.model.tokenizer import load_tokenizer
@@ -62,6 +55,7 @@ if TYPE_CHECKING:
     from headway.rollout.evaluate import Evaluation
 
 _PROBE_TOKENS = 48
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -264,7 +258,7 @@ async def _run_to_the_end(
     tokens: Ledger,
     directory: Path,
 ) -> None:
-    """Start, resume if there is something to resume, run; the log's last word says how it ended."""
+    """Start, resume if there is something to resume, run; the log's last event says how it ended."""
     from headway.control.controller import Controller
     from headway.control.resume import progress_from
 
@@ -275,12 +269,15 @@ async def _run_to_the_end(
         _begin(prepared, log, directory)
     status, cause = "failed", ""
     try:
-        async with open_runtime(prepared.config, directory) as runtime, _stoppable():
-            fleet = Fleet(runtime, prepared.config, prepared.staleness().worst_staleness)
-            with phase(log.append, "starting workers"):
-                workers = await fleet.start_all()
-            progress = await progress_from(prepared.staleness(), log, state, history, workers.trainer, directory)
-            await Controller(prepared.config, fleet, workers, _tasks(prepared), progress, log, directory).run()
+        async with open_runtime(prepared.config, directory) as runtime:
+            staleness = prepared.staleness()
+            fleet = Fleet(runtime, prepared.config, staleness.worst_staleness)
+            progress = progress_from(staleness, log, state, history)
+            controller = Controller(prepared.config, fleet, _tasks(prepared), progress, log, directory)
+            with _stoppable(controller.stop):
+                await controller.run()
+        if controller.is_stopped:
+            raise asyncio.CancelledError
         tokens.finish()
         tokens.check()
         status = "finished"
@@ -308,17 +305,25 @@ def _begin(prepared: Prepared, log: RunLog, directory: Path) -> None:
     )
 
 
-@asynccontextmanager
-async def _stoppable() -> AsyncIterator[None]:
-    """SIGINT and SIGTERM end the run in order, like any other cause."""
+@contextmanager
+def _stoppable(stop: Callable[[], bool]) -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP end the run in order: the first asks for that, the next one cancels."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
+    num_signals = 0
+
+    def interrupt() -> None:
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals > 1 or not stop():
+            task.cancel()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, interrupt)
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _SIGNALS:
             loop.remove_signal_handler(number)
 
 
@@ -326,6 +331,7 @@ def _tasks(prepared: Prepared) -> "Tasks":
     from headway.control.controller import Tasks
 
     return Tasks(
+        prompts=prepared.prompts,
         stream=prepared.stream,
         held_out=prepared.held_out,
         probe=probe(prepared.prompts, prepared.longest),
@@ -367,28 +373,26 @@ def hardware() -> dict[str, Any]:
 
 async def rollout_only(config: Config, num_groups: int, view: View) -> list[Group]:
     """The generating half alone: groups of the model as it is."""
+    from headway.control.generation import open_generation
+
     with phase(view.on_event, "reading the model and the prompts"):
         prepared = prepare(config)
     stream = prepared.stream
     room = asyncio.Semaphore(2 * config.engine.max_num_seqs * config.engine.count)
-    async with open_runtime(config, Path(config.run.dir)) as runtime:
-        with phase(view.on_event, "starting workers"):
-            generation = await start_generation(runtime, config)
-        workers = list(generation.rollout.values())
-        num_done = 0
+    num_done = 0
+    async with open_generation(config, view.on_event) as pool:
         with phase(view.on_event, f"generating {num_groups} groups") as progress:
 
             async def one(number: int) -> Group:
                 nonlocal num_done
                 admission = Admission(number, stream[number], config.rollout.group_size, 0, 0, prepared.sampling)
                 async with room:
-                    group = await workers[number % len(workers)].run(admission)
+                    group = await pool.run(admission)
                 num_done += 1
                 progress(num_done, num_groups)
                 return group
 
-            made = asyncio.gather(*(one(number) for number in range(num_groups)))
-            return list(await until_failure(runtime, generation, made))
+            return list(await asyncio.gather(*(one(number) for number in range(num_groups))))
 
 
 async def train_from(config: Config, groups: list[Group], view: View) -> list[dict[str, float]]:
@@ -418,22 +422,14 @@ async def train_from(config: Config, groups: list[Group], view: View) -> list[di
 
 async def evaluate_only(config: Config, view: View) -> "Evaluation":
     """Held-out accuracy of the model as it is."""
+    from headway.control.generation import open_generation
     from headway.rollout.evaluate import evaluate
 
     with phase(view.on_event, "reading the model and the prompts"):
         prepared = prepare(config)
     if not prepared.held_out:
         raise ConfigError("task.eval names no held-out rows; set it to evaluate")
-    async with open_runtime(config, Path(config.run.dir)) as runtime:
-        with phase(view.on_event, "starting workers"):
-            generation = await start_generation(runtime, config)
-        workers = list(generation.rollout.values())
-
-        async def run(admission: Admission) -> Group:
-            return await workers[admission.group % len(workers)].run(admission)
-
+    async with open_generation(config, view.on_event) as pool:
         with phase(view.on_event, "evaluating") as progress:
             concurrency = config.engine.max_num_seqs * config.engine.count
-            rows, sampling = prepared.held_out, prepared.eval_sampling
-            found = evaluate(run, rows, sampling, 0, concurrency, progress)
-            return await until_failure(runtime, generation, found)
+            return await evaluate(pool.run, prepared.held_out, prepared.eval_sampling, 0, concurrency, progress)

@@ -36,6 +36,7 @@ class StopReason(StrEnum):
 class DropReason(StrEnum):
     FAILED = "failed"  # no trajectory of the group survived its workflow or its verifier
     NON_FINITE = "non_finite"  # the training step that took it was skipped
+    TOO_OLD = "too_old"  # a token is older than the version it was admitted at
 
 
 def _check_lengths(owner: str, **arrays: NDArray[Any]) -> None:

@@ -12,7 +12,7 @@ through here, because a drop lets the window slide and may complete a batch.
 import asyncio
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Self
 
 from headway.control.staleness import StalenessControl
@@ -24,6 +24,7 @@ class Buffer:
     def __init__(self, staleness: StalenessControl) -> None:
         self.staleness = staleness
         self.num_dropped: Counter[DropReason] = Counter()
+        self.on_take: Callable[[], object] = lambda: None  # each take may let admission continue
         self._finished: dict[int, Group] = {}
         self._order: list[int] = []  # a heap of the ids in _finished, and of dropped ones not yet removed
         self._collected: dict[int, Group] = {}  # taken for the next batch
@@ -79,6 +80,7 @@ class Buffer:
                 if not self.staleness.may_take(oldest):
                     return False
                 self.staleness.take(oldest)
+                self.on_take()
                 self._collected[oldest] = self._finished.pop(oldest)
             heapq.heappop(self._order)
         return len(self._collected) == self.staleness.batch_groups

@@ -1,225 +1,275 @@
-"""Who is there: the engines with the version each has proved, the rollout workers, the reward pool; told to each other.
+"""The engines: stages published weights to each, swaps, verifies, and owns the confirmed version.
 
-An engine serves from the moment it has proved the published weights. Then rollout workers are told of it, and its
-version counts; when it is lost or leaves, neither. Every engine follows the published versions by itself, so that one
-that joins late, or was away, catches up like any other.
+Each engine follows the published versions by itself, so that one that joins late or was down catches up like any
+other. It serves from the moment it has verified the newest one. A new weight transport needs nothing here: it lives in
+`weights/`, and `workers.resolve_transport` chooses it.
 
 Invariants that live here:
-  1. Single admission authority: `confirmed` is the lowest version proved by every engine that may serve.
- 11. Verified weight sync at every load, before the engine's first request under it.
- 13. Non-blocking generation: a new version travels to all engines at the same time, beside their work.
+  1. Single admission authority: `confirmed` is the lowest version verified by every engine that may serve; an engine
+     begins to serve at the newest published version only, so no group meets weights older than its admission.
+  6. Parity: after each swap, engine and trainer score the same probe, and the largest difference is an event.
+ 11. Verified weight sync at every load, by fingerprint or by score, before the engine's first request under it.
+ 13. Non-blocking generation: a new version is sent to all engines concurrently, while they generate.
 """
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
 
 from headway.config import Config
-from headway.control.health import Pace, far_slower, next_limit
-from headway.control.supervisor import LOST, Kept, Supervisor, within
-from headway.control.workers import Fleet, Generation
+from headway.control.health import DecodeRate, far_slower, next_limit
+from headway.control.rollout_pool import EngineSet, RolloutPool
+from headway.control.supervisor import FAILED, Supervised, Supervisor, within
+from headway.control.workers import Fleet
 from headway.engine.protocol import Engine
-from headway.errors import HeadwayError, RunFailed, WeightsUnreachable, WorkerDied
-from headway.record.events import EngineJoined, EngineLeft, EngineSlow, Retried
-from headway.record.log import EventLog
-from headway.rollout.reward_pool import RewardPool
-from headway.rollout.router import Continued, RolloutStats, Shunned
-from headway.rollout.worker import RolloutWorker
+from headway.errors import (
+    HeadwayError,
+    RunFailed,
+    WeightMismatch,
+    WeightsUnreachable,
+    WorkerDied,
+)
+from headway.record.events import EngineJoined, EngineLeft, EngineSlow, Event, Swapped
+from headway.record.stats import StatsMeter
 from headway.runtime.channel import RemoteError
-from headway.types import Admission, EngineStats, Group, Scores, WeightUpdate
+from headway.runtime.gather import together
+from headway.types import EngineStats, Ints, Scores, WeightUpdate
+from headway.weights.probe import ScoreProof
 
-_DRAIN_LOOK_S = 0.05
-_MOST_LOOKS_PER_S = 100
-"""At all engines together: with very many, each is looked at less often than the config says."""
+_DRAIN_POLL_S = 0.05
+_MAX_CHECKS_PER_S = 100
+"""Health checks of all engines together: with very many, each is checked less often than the config says."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """The newest weights, and what the trainer makes of the probe under them."""
+    """The newest weights, and the trainer's scores of the probe under them; without an update, those on disk."""
 
-    update: WeightUpdate
+    update: WeightUpdate | None
     reference: Scores
 
+    @property
+    def version(self) -> int:
+        return self.update.version if self.update else 0
 
-class Member(Kept[Engine]):
-    """One engine: what it has proved, what was last seen of it, how many sequences it should hold."""
 
-    def __init__(self, name: str, engine: Engine | None, start: Callable[[], Awaitable[Engine]]) -> None:
-        super().__init__(name, engine, start)
-        self.confirmed = -1  # until it has proved what it runs
-        self.asked_for = self.leaving = self.slow = False
+RunLoad = tuple[tuple[int, int], tuple[float, float]]
+"""Groups in flight and ready; how long admission and the trainer have waited in all."""
+
+
+class EngineWorker(Supervised[Engine]):
+    """One engine: the version it verified, its latest statistics, how many sequences it should hold."""
+
+    def __init__(self, name: str, fleet: Fleet) -> None:
+        super().__init__(name, partial(fleet.start_engine, name))
+        self.verified = -1  # the version it runs
+        self.confirmed = -1  # the same while it serves: what admission counts
+        self.added = self.leaving = self.slow = False
         self.stats: EngineStats | None = None
-        self.limit, self.pace = 0, Pace()
+        self.limit, self.rate = 0, DecodeRate()
+        self.task: asyncio.Task[None] | None = None
 
     @property
     def load(self) -> int:
         return _num_sequences(self.stats) if self.stats else 0
 
-    def end(self) -> None:
-        super().end()
-        self.stats, self.limit, self.pace, self.slow = None, 0, Pace(), False
+    def stopped(self) -> None:
+        super().stopped()
+        self.verified = -1
+        self.stats, self.limit, self.rate, self.slow = None, 0, DecodeRate(), False
 
 
-class Roster:
-    """`send` brings an engine to a version and proves it; `on_stats` hears of each look, `on_serving` of each
-    engine that begins to serve; `changed` is set when
-    `confirmed` may have changed."""
+class EnginePool:
+    """`changed` is set when `confirmed` may have changed; `load` gives what the run adds to each `Stats` event."""
 
     def __init__(
         self,
         config: Config,
         fleet: Fleet,
-        generation: Generation,
         supervisor: Supervisor,
-        log: EventLog,
-        send: Callable[[str, WeightUpdate, Scores], Awaitable[None]],
-        on_stats: Callable[[str, EngineStats], None],
-        on_serving: Callable[[str], None],
-        changed: asyncio.Event,
+        rollout: RolloutPool,
+        emit: Callable[[Event], object],
+        probe: tuple[Ints, ...],
+        load: Callable[[], RunLoad] = lambda: ((0, 0), (0.0, 0.0)),
     ) -> None:
-        self._config, self._fleet, self._supervisor, self._log = config, fleet, supervisor, log
-        self._send, self._on_stats, self._on_serving, self._changed = send, on_stats, on_serving, changed
-        self.engines = {name: self._member(name, engine) for name, engine in generation.engines.items()}
-        self._rollout = {name: self._worker(name, worker) for name, worker in generation.rollout.items()}
-        self._rewards = Kept("reward", generation.rewards, fleet.start_rewards)
-        self._pool = generation.rewards, 0  # the last one, and which life of it; it may be dead
-        self._groups: dict[str, list[int]] = {name: [] for name in self._rollout}
-        self._lives: dict[str, asyncio.Task[object]] = {}
+        self._config, self._fleet, self._supervisor, self._rollout, self._emit = (
+            config,
+            fleet,
+            supervisor,
+            rollout,
+            emit,
+        )
+        self._probe, self._load, self._meter = probe, load, StatsMeter()
+        self.engines = {name: EngineWorker(name, fleet) for name in config.engine.placement}
+        self.changed = asyncio.Event()
+        self.newest: int | None = None  # the version that is published, or about to be
         self._tasks: asyncio.TaskGroup | None = None
         self._published: Published | None = None
-        self.newest: int | None = None  # the version that is published, or about to be
         self._announcing: asyncio.Task[None] | None = None
-        self._versions: Counter[int] = Counter()  # proved versions, by how many engines
-        # Each is set once and replaced: what is published; what engines have proved; who serves among rollout workers.
-        self._news, self._moved, self._staffed = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._reconnect = asyncio.Event()  # rollout workers have to be told who is there
+        self._versions: Counter[int] = Counter()  # confirmed versions, by how many engines
+        self._counted: set[EngineWorker] = set()  # those engines
+        # Each is set once and replaced: when weights are published, and when an engine has verified some.
+        self._news, self._moved = asyncio.Event(), asyncio.Event()
+        self._reconnect = asyncio.Event()  # rollout workers do not know the present set of engines
+        self._proofs = defaultdict[tuple[str, int], ScoreProof](lambda: ScoreProof(config.model.dtype))
 
-    def _member(self, name: str, engine: Engine | None) -> Member:
-        return Member(name, engine, lambda: self._fleet.start_engine(name))
+    async def start(self) -> None:
+        await together(*(self._supervisor.start(engine) for engine in self.engines.values()))
 
-    def _worker(self, name: str, worker: RolloutWorker) -> Kept[RolloutWorker]:
-        return Kept(name, worker, lambda: self._fleet.start_rollout(name))
-
-    def keep_all(self, tasks: asyncio.TaskGroup) -> None:
-        """Begin to look after everybody, in tasks of the run."""
+    def supervise(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[Any]]:
+        """Begin to serve; the tasks run until they are cancelled."""
         self._tasks = tasks
-        keep = self._supervisor.keep
-        self._lives["reward"] = tasks.create_task(keep(self._rewards, self._serve_rewards))
-        for name, kept in self._rollout.items():
-            self._lives[name] = tasks.create_task(self._keep_rollout(name, kept))
-        for member in self.engines.values():
-            self._lives[member.name] = tasks.create_task(self._keep_engine(member))
-        self._lives["loads"] = tasks.create_task(self._tell_loads())
-        self._lives["connections"] = tasks.create_task(self._tell_connections())
+        for engine in self.engines.values():
+            engine.task = tasks.create_task(self._supervise_engine(engine))
+        loops = (self._connect_rollout(), self._inform_rollout(), self._replace_faulty())
+        return [*(tasks.create_task(loop) for loop in loops)]
 
-    def let_go(self) -> None:
-        """The run is over: nobody is looked after any more."""
-        for task in self._lives.values():
-            task.cancel()
+    def stop(self) -> None:
+        """The run is over: engines are no longer supervised."""
+        for engine in self.engines.values():
+            if engine.task is not None:
+                engine.task.cancel()
 
     # Versions
 
     @property
-    def serving(self) -> list[Member]:
-        return [member for member in self.engines.values() if member.serving.is_set() and not member.leaving]
+    def serving(self) -> list[EngineWorker]:
+        return [engine for engine in self.engines.values() if engine.serving.is_set() and not engine.leaving]
 
     @property
     def confirmed(self) -> int | None:
-        """The lowest version proved by every engine that may serve; None while there is none.
+        """The lowest version verified by every engine that may serve; None while there is none.
 
-        One that was lost or leaves counts until the log says so.
+        An engine that failed or leaves counts until no rollout worker uses it any more.
         """
-        return min(self._versions, default=None)
+        return min(self._versions, default=None) if any(e.serving.is_set() for e in self.engines.values()) else None
 
-    def _confirm(self, member: Member, version: int) -> None:
-        """The engine has proved a version, or with -1 is gone. Constant time, because every admission asks."""
-        self._versions[member.confirmed] -= 1
+    def _confirm(self, engine: EngineWorker, version: int) -> None:
+        """The engine serves at a version, or with -1 no longer. Constant time, because every admission asks."""
+        self._versions[engine.confirmed] -= 1
         self._versions[version] += 1
-        member.confirmed = version
+        engine.confirmed = version
+        (self._counted.discard if version < 0 else self._counted.add)(engine)
         self._versions = +self._versions
         self._versions.pop(-1, None)
-        self._moved.set()
-        self._moved = asyncio.Event()
-        self._changed.set()
+        self.changed.set()
 
     def publish(self, published: Published) -> None:
-        """Let every engine have these weights, beside whatever comes next."""
+        """Send these weights to every engine; the caller does not wait."""
         assert self._tasks is not None
-        self.newest = published.update.version
+        self.newest = published.version
         self._announcing = self._tasks.create_task(self._announce(published, self._announcing))
 
     async def _announce(self, published: Published, earlier: asyncio.Task[None] | None) -> None:
         if earlier is not None:
             await earlier
-        await self._to_rollout(self._inform)  # before any token can be sampled under it
+        self._rollout.engines.newest = published.version
+        await self._rollout.inform()  # before any token can be sampled under it
         self._published = published
         self._news.set()
         self._news = asyncio.Event()
 
     async def current(self) -> None:
-        """Wait until every engine that is up has proved what is published: then nobody reads older weights."""
+        """Wait until every engine that is up has verified what is published: older weights are no longer read."""
         if self._announcing is not None:
             await self._announcing
-        for member in list(self.engines.values()):
-            while not self._is_current(member):
+        for engine in list(self.engines.values()):
+            while not self._is_current(engine):
                 await self._moved.wait()
-        if self._reconnect.is_set():  # rollout workers shall know all of them, and not first one and then the others
-            await self._to_rollout(self._connect)
+        if self._reconnect.is_set():  # so that groups are placed on all of them from the first one on
+            await self._connect()
 
-    def _is_current(self, member: Member) -> bool:
+    def _is_current(self, engine: EngineWorker) -> bool:
         assert self._published is not None
-        gone = member.worker is None or member.lost.done() or member.name not in self.engines
-        return gone or member.confirmed == self._published.update.version
+        gone = engine.worker is None or engine.failure.done() or engine.name not in self.engines
+        return gone or engine.verified == self._published.version
 
-    # Engines
+    # One engine
 
-    def engine(self, name: str) -> Engine:
-        """One that is up."""
-        engine = self.engines[name].worker
-        assert engine is not None
-        return engine
+    async def _supervise_engine(self, engine: EngineWorker) -> None:
+        """One engine, for as long as it can be restarted; the others continue without it when it cannot."""
 
-    async def _keep_engine(self, member: Member) -> None:
-        """One engine, for as long as it can be kept alive; the others go on without it when it cannot."""
-
-        async def serve(engine: Engine) -> None:
+        async def serve(worker: Engine) -> None:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._follow(member, engine))
-                tasks.create_task(self._look_after(member))
+                tasks.create_task(self._follow(engine, worker))
+                tasks.create_task(self._check_health(engine))
 
-        def on_lost() -> list[int]:
-            self._confirm(member, -1)
+        def on_failed() -> list[int]:
+            self._verified(engine, -1)
             self._reconnect.set()
             return []
 
-        cause = await self._supervisor.keep(member, _unwrapped(serve), on_lost, lambda: bool(self.serving))
-        await self._remove(member, str(cause))
+        cause = await self._supervisor.supervise(engine, serve, on_failed, lambda: bool(self.serving))
+        await self._remove(engine, str(cause))
 
-    async def _follow(self, member: Member, engine: Engine) -> None:
-        """Consumes published versions, each as soon as the last is proved; produces an engine that may serve."""
+    async def _follow(self, engine: EngineWorker, worker: Engine) -> None:
+        """Consumes published versions, each as soon as the last is verified; produces an engine that may serve."""
         while True:
-            while self._published is None or member.confirmed == self._published.update.version:
+            while self._published is None or engine.verified == self._published.version:
                 await self._news.wait()
             published = self._published
             try:
-                await self._send(member.name, published.update, published.reference)
+                await self._update(engine, worker, published)
             except RemoteError as error:
-                raise WorkerDied(f"{member.name} broke: {error}") from error
+                raise WorkerDied(f"{engine.name} broke: {error}") from error
             except (WorkerDied, WeightsUnreachable) as error:
-                if isinstance(error, WorkerDied) and error.worker == member.name:
-                    raise  # it died, or its connection broke, and nobody knows how far it has come with the update
-                await self._look(engine, member.name)
+                if isinstance(error, WorkerDied) and error.worker == engine.name:
+                    raise  # it died, or its connection broke while it applied the update
+                await self._read_stats(worker, engine.name)
                 await self._await_other_weights(published)
                 continue
-            self._confirm(member, published.update.version)
-            if not member.serving.is_set():
-                if member.asked_for and not member.life:
-                    self._log.append(EngineJoined(engine=member.name, version=member.confirmed))
-                self._on_serving(member.name)
-                self._supervisor.serves(member)
-                self._reconnect.set()
+            self._verified(engine, published.version)
+            if engine.serving.is_set():
+                self._confirm(engine, published.version)
+            elif published.version == self.newest:  # else groups may have been admitted at a newer version
+                self._begin_serving(engine)
+
+    def _begin_serving(self, engine: EngineWorker) -> None:
+        if engine.added and not engine.incarnation:
+            self._emit(EngineJoined(engine=engine.name, version=engine.verified))
+        self._supervisor.mark_serving(engine)
+        if engine.serving.is_set():
+            self._meter.begin(engine.name)
+            self._confirm(engine, engine.verified)
+            self._reconnect.set()
+
+    def _verified(self, engine: EngineWorker, version: int) -> None:
+        engine.verified = version
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+    async def _update(self, engine: EngineWorker, worker: Engine, published: Published) -> None:
+        """Stage the update during generation, swap, and verify what the engine then runs."""
+        update = published.update
+        if update is None:
+            return
+        started = time.time()
+        await worker.stage_weights(update)
+        stage_s = time.time() - started
+        report = await worker.swap(update.version, self._config.engine.kv_on_swap)
+        wrong = [key for key, value in update.fingerprints.items() if report.fingerprints.get(key) != value]
+        if wrong and report.fingerprints:
+            raise WeightMismatch(f"{engine.name} runs other weights than version {update.version}: {wrong[0]} differs")
+        scores = await worker.score(self._probe, 1.0)
+        if not report.fingerprints:
+            self._proofs[engine.name, engine.incarnation].check(engine.name, scores, published.reference)
+        self._emit(
+            Swapped(
+                version=update.version,
+                engine=engine.name,
+                stage_s=stage_s,
+                pause_ms=report.pause_ms,
+                interrupted=report.num_interrupted,
+                recomputed=report.num_recomputed,
+                parity_max_abs=parity(scores, published.reference),
+            )
+        )
 
     async def _await_other_weights(self, published: Published) -> None:
         """The engine lives, so the trainer must have died with its weights: it will publish them again."""
@@ -228,236 +278,157 @@ class Roster:
             while self._published is published:
                 await self._news.wait()
 
-        await within(self._config.run.deadline_s, f"publishing version {published.update.version} again", wait())
+        await within(self._config.run.deadline_s, f"publishing version {published.version} again", wait())
 
-    async def _look(self, engine: Engine, name: str) -> EngineStats:
-        return await within(self._config.supervise.health_s, f"a look at {name}", engine.stats())
+    async def _read_stats(self, worker: Engine, name: str) -> EngineStats:
+        return await within(self._config.supervise.health_s, f"a health check of {name}", worker.stats())
 
-    async def _look_after(self, member: Member) -> None:
-        every_s = max(self._config.metrics.stats_every_s, len(self.engines) / _MOST_LOOKS_PER_S)
-        told = time.monotonic()
+    async def _check_health(self, engine: EngineWorker) -> None:
+        every_s = max(self._config.metrics.stats_every_s, len(self.engines) / _MAX_CHECKS_PER_S)
+        reported = time.monotonic()
 
-        async def look(engine: Engine) -> None:
-            nonlocal told
-            stats = await engine.stats()
-            if member.stats is not None:
-                member.limit = next_limit(member.limit, self._config.engine.max_num_seqs, member.stats, stats)
-            member.stats = stats
-            member.pace.look(time.monotonic(), stats)
-            if time.monotonic() - told >= every_s:
-                told = time.monotonic()
-                self._on_stats(member.name, stats)
+        async def check(worker: Engine) -> None:
+            nonlocal reported
+            stats = await worker.stats()
+            if engine.stats is not None:
+                engine.limit = next_limit(engine.limit, self._config.engine.max_num_seqs, engine.stats, stats)
+            engine.stats = stats
+            engine.rate.sample(time.monotonic(), stats)
+            if time.monotonic() - reported >= every_s:
+                reported = time.monotonic()
+                self._report(engine, stats)
 
-        await self._supervisor.look_after(member, look, every_s)
+        await self._supervisor.check_health(engine, check, every_s)
 
-    async def look_at_engines(self) -> None:
-        """One last look, whose counters are final; an engine that is lost in this moment has had its last one."""
+    def _report(self, engine: EngineWorker, stats: EngineStats) -> None:
+        self._emit(self._meter.measure(engine.name, stats, *self._load()))
 
-        async def last_look(member: Member) -> None:
+    async def read_final_stats(self) -> None:
+        """Statistics whose counters are final; engines that fail here are skipped."""
+
+        async def read(engine: EngineWorker) -> None:
             try:
-                self._on_stats(member.name, await self._look(await member.get(), member.name))
-            except LOST as error:
-                member.lose(member.worker, error)
+                stats = await self._read_stats(await engine.get(), engine.name)
+                self._report(engine, stats)
+            except FAILED as error:
+                engine.fail(engine.worker, error)
 
-        await asyncio.gather(*(last_look(member) for member in self.serving))
-        await self._to_rollout(self._look_at_rollout)
+        await asyncio.gather(*(read(engine) for engine in self.serving))
+        await self._rollout.read_all_stats()
 
     # Joining and leaving
 
     async def resize(self, count: int) -> None:
-        """Have so many engines: start more, or let the youngest leave; returns when that has begun."""
-        staying = [member for member in self.engines.values() if not member.leaving]
+        """Start engines, or let the youngest leave, until there are `count`; returns when that has begun."""
         assert self._tasks is not None
-        for member in staying[count:]:
-            self._tasks.create_task(self._let_leave(member))
+        staying = [engine for engine in self.engines.values() if not engine.leaving]
+        for engine in staying[count:]:
+            self._tasks.create_task(self._leave(engine))
         for _ in range(count - len(staying)):
-            member = self._member(self._next_name(), None)
-            member.asked_for = True
-            self.engines[member.name] = member
-            self._lives[member.name] = self._tasks.create_task(self._join(member))
+            number = next(n for n in range(len(self.engines), 1 << 20) if f"engine-{n}" not in self.engines)
+            engine = EngineWorker(f"engine-{number}", self._fleet)
+            engine.added = True
+            self.engines[engine.name] = engine
+            engine.task = self._tasks.create_task(self._join(engine))
 
-    def _next_name(self) -> str:
-        number = len(self.engines)
-        while f"engine-{number}" in self.engines:
-            number += 1
-        return f"engine-{number}"
-
-    async def _join(self, member: Member) -> None:
-        # One that was asked for and cannot start is not worth the run.
+    async def _join(self, engine: EngineWorker) -> None:
+        # An additional engine that cannot start is not worth the run.
         try:
-            member.begin(await member.start())
+            await self._supervisor.start(engine)
         except HeadwayError as error:
-            await self._remove(member, f"it did not start: {error}")
+            await self._remove(engine, f"it did not start: {error}")
             return
-        member.life = 0
-        await self._keep_engine(member)
+        await self._supervise_engine(engine)
 
-    async def _let_leave(self, member: Member) -> None:
-        """What it has sampled is given back first, and goes on elsewhere; then it is ended."""
-        member.leaving = True
-        await self._to_rollout(self._connect)
+    async def _leave(self, engine: EngineWorker) -> None:
+        """Its requests continue elsewhere with what it has sampled; then it is ended."""
+        engine.leaving = True
+        await self._connect()
         try:
             async with asyncio.timeout(self._config.supervise.health_s):
-                while member.worker is not None and _num_sequences(await member.worker.stats()):
-                    await asyncio.sleep(_DRAIN_LOOK_S)
-            if member.worker is not None:
-                self._on_stats(member.name, await member.worker.stats())
-        except (TimeoutError, *LOST):
-            pass  # then its requests go on from what was received
-        if (life := self._lives.pop(member.name, None)) is not None:
-            life.cancel()
-        await self._remove(member, "it was asked to leave")
+                while engine.worker is not None and _num_sequences(await engine.worker.stats()):
+                    await asyncio.sleep(_DRAIN_POLL_S)
+            if engine.worker is not None:
+                self._report(engine, await engine.worker.stats())
+        except (TimeoutError, *FAILED):
+            pass  # then its requests continue from what was received
+        if engine.task is not None:
+            engine.task.cancel()
+        await self._remove(engine, "it was asked to leave")
 
-    async def _remove(self, member: Member, cause: str) -> None:
-        if self.engines.pop(member.name, None) is None:
-            return  # it could not be kept just as it was to leave
-        self._log.append(EngineLeft(engine=member.name, cause=cause))
-        self._confirm(member, -1)
-        await self._to_rollout(self._connect)
-        await self._fleet.stop(member.name)
+    async def _remove(self, engine: EngineWorker, cause: str) -> None:
+        if self.engines.pop(engine.name, None) is None:
+            return  # it failed for the last time just as it was to leave
+        self._emit(EngineLeft(engine=engine.name, cause=cause))
+        self._verified(engine, -1)
+        await self._connect()
+        await self._fleet.stop(engine.name)
         if not self.engines:
-            raise RunFailed(f"no engine is left; the last was {member.name}: {cause}")
+            raise RunFailed(f"no engine is left; the last was {engine.name}: {cause}")
 
-    # Rollout workers and the reward pool
+    # What rollout workers know of engines
 
-    async def run(self, admission: Admission) -> Group:
-        """The group, from the first rollout worker that brings it home; one that is lost costs what it had sampled."""
-        is_training = admission.stream == "train"
-        while True:
-            kept = await self._rollout_for(admission.group)
-            worker = await kept.get()
-            groups = self._groups[kept.name]
-            if is_training:
-                groups.append(admission.group)
-            try:
-                group = await worker.run(admission)
-            except WorkerDied as error:
-                kept.lose(worker, error)  # its keeper takes the groups it had
-                continue
-            if is_training:
-                groups.remove(admission.group)
-            return group
+    async def _connect(self) -> None:
+        """Tell rollout workers the present set; only then do engines outside it stop to count in `confirmed`."""
+        self._reconnect.clear()
+        serving = [engine for engine in self.engines.values() if engine.serving.is_set()]
+        gone = [engine for engine in self._counted if not engine.serving.is_set() or engine.name not in self.engines]
+        state: EngineSet = self._rollout.engines
+        state.engines = {engine.name: engine.worker for engine in serving if engine.worker is not None}
+        state.incarnations = {engine.name: engine.incarnation for engine in serving}
+        state.leaving = tuple(engine.name for engine in serving if engine.leaving)
+        await self._rollout.connect()
+        for engine in gone:
+            if not engine.serving.is_set() or engine.name not in self.engines:
+                self._confirm(engine, -1)
 
-    async def _rollout_for(self, group: int) -> Kept[RolloutWorker]:
-        """By turns among those that serve."""
-        while not (serving := [kept for kept in self._rollout.values() if kept.serving.is_set()]):
-            await self._staffed.wait()
-        return serving[group % len(serving)]
-
-    async def _keep_rollout(self, name: str, kept: Kept[RolloutWorker]) -> None:
-        async def serve(worker: RolloutWorker) -> None:
-            await self._connect(worker)
-            await self._inform(worker)
-            self._supervisor.serves(kept)
-            self._staffed.set()
-            self._staffed = asyncio.Event()
-            await self._supervisor.look_after(kept, self._look_at_rollout, self._config.metrics.stats_every_s)
-
-        def take_groups() -> list[int]:
-            groups, self._groups[name] = self._groups[name], []
-            return sorted(groups)
-
-        await self._supervisor.keep(kept, serve, take_groups)
-
-    async def _look_at_rollout(self, worker: RolloutWorker) -> None:
-        found: RolloutStats = await worker.stats()
-        for shunned in found.shunned:
-            self._believe(shunned)
-        by_engine: dict[str, list[Continued]] = {}
-        for continued in found.continued:
-            by_engine.setdefault(continued.engine, []).append(continued)
-        for engine, items in by_engine.items():
-            tokens, seconds = sum(item.tokens for item in items), max(item.seconds for item in items)
-            self._log.append(Retried(engine=engine, requests=len(items), tokens=tokens, seconds=seconds))
-
-    def _believe(self, shunned: Shunned) -> None:
-        """A rollout worker found an engine wanting: it is replaced, if it is still that one."""
-        member = self.engines.get(shunned.engine)
-        if member is not None and member.life == shunned.life:
-            member.lose(member.worker, HeadwayError(shunned.reason))
-
-    async def _serve_rewards(self, pool: RewardPool) -> None:
-        self._pool = pool, self._rewards.life
-        await self._to_rollout(self._connect)
-        self._supervisor.serves(self._rewards)
-
-        async def look(pool: RewardPool) -> None:
-            await pool.stats()
-
-        await self._supervisor.look_after(self._rewards, look, self._config.metrics.stats_every_s)
-
-    # What rollout workers are told
-
-    async def _to_rollout(self, tell: Callable[[RolloutWorker], Awaitable[None]]) -> None:
-        """Tell all rollout workers that are up; whoever comes later is told then."""
-
-        async def one(kept: Kept[RolloutWorker]) -> None:
-            worker = kept.worker
-            if worker is None:
-                return
-            try:
-                await within(self._config.supervise.health_s, f"telling {kept.name}", tell(worker))
-            except LOST as error:
-                kept.lose(worker, error)
-
-        await asyncio.gather(*(one(kept) for kept in self._rollout.values()))
-
-    async def _connect(self, worker: RolloutWorker) -> None:
-        members = [member for member in self.engines.values() if member.serving.is_set()]
-        engines = {member.name: member.worker for member in members if member.worker is not None}
-        pool, pool_life = self._pool
-        lives = {"reward": pool_life} | {member.name: member.life for member in members}
-        leaving = tuple(member.name for member in members if member.leaving)
-        await worker.connect(engines, lives, leaving, pool)
-
-    async def _inform(self, worker: RolloutWorker) -> None:
-        num_workers = len(self._rollout)
-        loads = {member.name: member.load for member in self.serving}
-        limits = {member.name: -(-member.limit // num_workers) for member in self.serving if member.limit}
-        await worker.inform(self.newest or 0, loads, limits)
-
-    async def _tell_connections(self) -> None:
-        """Many changes that come together are told once."""
+    async def _connect_rollout(self) -> None:
+        """Consumes changes of the set of engines; those that come together are sent once."""
         while True:
             await self._reconnect.wait()
-            self._reconnect.clear()
-            await self._to_rollout(self._connect)
+            await self._connect()
 
-    async def _tell_loads(self) -> None:
-        """A worker knows its own requests; those of the others, and limits, it has to be told."""
-        limits: dict[str, int] = {}
+    async def _inform_rollout(self) -> None:
+        """Produces loads and limits for rollout workers: each knows its own requests, not those of the others."""
+        state = self._rollout.engines
         while True:
             await asyncio.sleep(self._config.metrics.stats_every_s)
-            found = {member.name: member.limit for member in self.serving}
-            if found != limits or (len(self._rollout) > 1 and len(found) > 1):
-                limits = found
-                await self._to_rollout(self._inform)
-            self._tell_slow()
+            limits = {engine.name: engine.limit for engine in self.serving if engine.limit}
+            is_changed, state.limits = limits != state.limits, limits
+            state.loads = {engine.name: engine.load for engine in self.serving}
+            if is_changed or (self._config.rollout.workers > 1 and len(state.loads) > 1):
+                await self._rollout.inform()
+            self._report_slow()
 
-    def _tell_slow(self) -> None:
-        """An engine that stays far behind the others is told of, once, and replaced where that is wanted."""
-        paces = {member.name: pace for member in self.serving if (pace := member.pace.tokens_per_s) is not None}
-        slow = far_slower(paces)
-        for member in self.serving:
-            if member.name in slow and not member.slow:
-                own, others = paces[member.name], slow[member.name]
-                self._log.append(EngineSlow(engine=member.name, tokens_per_s=own, others_per_s=others))
+    async def _replace_faulty(self) -> None:
+        """Consumes faults that rollout workers found; replaces those engines, unless they were restarted since."""
+        while True:
+            fault = await self._rollout.faults.get()
+            engine = self.engines.get(fault.engine)
+            if engine is not None and engine.incarnation == fault.incarnation:
+                engine.fail(engine.worker, HeadwayError(fault.reason))
+
+    def _report_slow(self) -> None:
+        """An engine that stays far behind the others is reported once, and replaced where that is configured."""
+        rates = {engine.name: rate for engine in self.serving if (rate := engine.rate.tokens_per_s) is not None}
+        slow = far_slower(rates)
+        for engine in self.serving:
+            if engine.name in slow and not engine.slow:
+                own, others = rates[engine.name], slow[engine.name]
+                self._emit(EngineSlow(engine=engine.name, tokens_per_s=own, others_per_s=others))
                 if self._config.supervise.replace_slow:
-                    member.lose(member.worker, HeadwayError(f"{member.name} is slow: {own:.3g} tokens/s a sequence"))
-            member.slow = member.name in slow
+                    engine.fail(engine.worker, HeadwayError(f"{engine.name} is slow: {own:.3g} tokens/s a sequence"))
+            engine.slow = engine.name in slow
 
 
 def _num_sequences(stats: EngineStats) -> int:
     return stats.running + stats.waiting
 
 
-def _unwrapped(serve: Callable[[Engine], Awaitable[None]]) -> Callable[[Engine], Awaitable[None]]:
-    """The first error of a task group, as itself."""
-
-    async def call(engine: Engine) -> None:
-        try:
-            await serve(engine)
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
-
-    return call
+def parity(one: Scores, other: Scores) -> float:
+    """The largest difference of two scores of the same tokens under the same version."""
+    if one.version != other.version:
+        raise WeightMismatch(
+            f"a probe was scored at version {one.version} by one side and {other.version} by the other"
+        )
+    return max(float(np.abs(a - b).max()) for a, b in zip(one.logprobs, other.logprobs, strict=True))

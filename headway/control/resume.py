@@ -1,8 +1,8 @@
-"""Going on from the record: the newest whole checkpoint, then the recorded batches since, then what was under way.
+"""Continues from the record: what a resumed run still has to do, and the replay of a finished one.
 
 Invariants that live here:
  14. Crash safety: killed anywhere, the run resumes; no prompt is skipped, none trained twice. Versions never
-     go back: batches the record says were trained are trained again first, to the recorded weights.
+     decrease: the trainer restores the recorded version before anything is admitted (trainer_worker.py).
  16. Replay: from the record, the training of a finished run is repeated to identical weights on the same hardware,
      software and rank count.
 """
@@ -14,35 +14,22 @@ from pathlib import Path
 from headway.config import Config
 from headway.control.buffer import Buffer
 from headway.control.controller import Progress
-from headway.control.retrain import load_newest_checkpoint, retrain
+from headway.control.retrain import retrain
 from headway.control.staleness import StalenessControl
 from headway.control.workers import open_runtime, start_trainer
 from headway.errors import HeadwayError
-from headway.record.events import Event, Resumed, Warned
+from headway.record.events import Checkpointed, Event
 from headway.record.ledger import RunState, fold, ledger
 from headway.record.log import EVENTS_NAME, read
 from headway.record.phases import phase
 from headway.record.shards import RECORD_NAME, Record, RunLog
-from headway.training.ranks import RankedTrainer
 from headway.types import DropReason
 
 
-async def progress_from(
-    staleness: StalenessControl,
-    log: RunLog,
-    state: RunState,
-    history: list[Event],
-    trainer: RankedTrainer,
-    directory: Path,
-) -> Progress:
+def progress_from(staleness: StalenessControl, log: RunLog, state: RunState, history: list[Event]) -> Progress:
     """Where to start: at the beginning, or exactly where the record says the run was."""
     if not history:
-        return Progress(0, staleness, Buffer(staleness), [])
-    checkpoint_version = await load_newest_checkpoint(
-        state, trainer, directory, lambda message: log.append(Warned(message=message))
-    )
-    with phase(log.append, f"retraining {state.num_trained - checkpoint_version} recorded steps") as progress:
-        await retrain(log.record.load, state, trainer, checkpoint_version, progress)
+        return Progress(0, staleness, Buffer(staleness))
     untrained = state.untrained_batch
     staleness = StalenessControl.restore(
         staleness.batch_groups,
@@ -54,22 +41,20 @@ async def progress_from(
         taken=set(untrained or ()),
     )
     waiting = [log.record.load(state.finished[group]) for group in state.waiting]
-    log.append(
-        Resumed(
-            version=state.num_trained,
-            checkpoint_version=checkpoint_version,
-            num_regenerated=len(state.unfinished),
-            lost_tokens=ledger(history).in_flight,
-        )
-    )
+    accuracies = [event["accuracy"] for event in state.evaluations if event["accuracy"] is not None]
     return Progress(
         version=state.num_trained,
         staleness=staleness,
         buffer=Buffer.restore(staleness, waiting, Counter(DropReason(reason) for reason in state.dropped.values())),
-        unfinished=state.unfinished,
+        unfinished={group: state.admitted[group].prompt for group in state.unfinished},
+        num_streamed=sum(admitted.repeats is None for admitted in state.admitted.values()),
+        requeued=[(group, state.admitted[group].prompt) for group in state.requeued],
         untrained_batch=tuple(log.record.load(state.finished[group]) for group in untrained) if untrained else None,
-        num_checkpoints=len([event for event in history if event.kind == "checkpointed"]),
+        num_checkpoints=sum(isinstance(event, Checkpointed) for event in history),
         evaluated_before=any(event["label"] == "before" for event in state.evaluations),
+        best_accuracy=max(accuracies, default=None),
+        resumes=True,
+        lost_tokens=ledger(history).in_flight,
     )
 
 

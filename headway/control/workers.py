@@ -1,20 +1,17 @@
-"""Starts the workers of a run through a runtime, each with what the config gives it: all at once, and all or none.
+"""Starts the workers of a run through a runtime, each under its name with what the config gives it.
 
-Afterwards any of them can be ended and started again under its name, and engines can be added.
+Which transport brings weights to the engines is decided here; a new one is implemented in `weights/`.
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from headway.config import Config, WeightsSection
 from headway.control.mps import side_by_side
 from headway.engine.protocol import Engine
 from headway.errors import ConfigError, WorkerDied
-from headway.runtime.gather import together
 from headway.runtime.handle import with_deadline
 from headway.runtime.inline import InlineRuntime
 from headway.runtime.local import LocalRuntime
@@ -27,15 +24,12 @@ if TYPE_CHECKING:
     from headway.rollout.worker import RolloutWorker
     from headway.training.ranks import RankedTrainer
 
-T = TypeVar("T")
-
-_LOOK_S = 1.0
 _KV_SHARE, _SHARED_KV_SHARE = 0.8, 0.3
-"""The part of a GPU's free memory that keys and values take when not told: without the trainer there, and with it."""
+"""The part of a GPU's free memory that keys and values take by default: without the trainer there, and with it."""
 
 
 def make_private(directory: Path) -> None:
-    """What is not there yet of a run is made for its owner alone: prompts, completions and weights will lie in it."""
+    """Create the run directory for its owner alone: it will hold prompts, completions and weights."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -65,53 +59,46 @@ async def open_runtime(config: Config, directory: Path) -> AsyncIterator[Runtime
 
 
 def reservations(config: Config) -> dict[str, dict[str, float]]:
-    """What each kind of worker reserves at its Ray node: what is told, and a GPU where it computes on one."""
-    told: dict[str, dict[str, float]] = config.ray.model_dump(exclude={"address"})
+    """What each kind of worker reserves at its Ray node: what the config says, and a GPU where it computes on one."""
+    needs: dict[str, dict[str, float]] = config.ray.model_dump(exclude={"address"})
     for kind, devices in (("engine", config.engine.devices), ("trainer", config.trainer.devices)):
         if set(devices) != {"cpu"}:
-            told[kind].setdefault("GPU", 1.0)
-    return told
-
-
-@dataclass
-class Generation:
-    """Handles to the workers that generate and reward, as they were first started; engines and workers by name."""
-
-    engines: dict[str, Engine]
-    rollout: "dict[str, RolloutWorker]"
-    rewards: "RewardPool"
-
-
-@dataclass
-class Workers:
-    """Handles to everything the controller moves groups between."""
-
-    generation: Generation
-    trainer: "RankedTrainer"
+            needs[kind].setdefault("GPU", 1.0)
+    return needs
 
 
 class Fleet:
     """Starts and ends the workers of one run, each under its name."""
 
-    def __init__(self, runtime: Runtime, config: Config, worst_staleness: int | None) -> None:
+    def __init__(self, runtime: Runtime, config: Config, worst_staleness: int | None = None) -> None:
         self._runtime, self._config, self._worst_staleness = runtime, config, worst_staleness
         self._trainer: RankedTrainer | None = None
 
-    async def start_all(self) -> Workers:
-        generation, trainer = await together(start_generation(self._runtime, self._config), self.start_trainer())
-        return Workers(generation, trainer)
-
     async def start_engine(self, name: str) -> Engine:
-        """An engine of the config, or one more than it has, which takes its turn among the devices."""
+        """An engine of the config, or an additional one, on the devices in turn."""
         devices = self._config.engine.devices
         number = int(name.removeprefix("engine").removeprefix("-") or 0)
         return await _start_engine(self._runtime, self._config, name, devices[number % len(devices)])
 
     async def start_rollout(self, name: str) -> "RolloutWorker":
-        return await _start_rollout(self._runtime, self._config, name)
+        from headway.model.loading import load_config
+        from headway.rollout.worker import RolloutWorker
+
+        config, deadline_s = self._config, self._config.run.deadline_s
+        model = load_config(config.model.path)
+        context = config.engine.max_context or model.max_position_embeddings
+        sizes = model.vocab_size, context, config.trainer.token_budget
+        arguments = (config.model.path, config.rollout, config.run.seed, *sizes, deadline_s)
+        worker = await self._runtime.start(name, RolloutWorker, *arguments)
+        # Its own calls, to the engines and the reward pool, must expire first, so that the error names who is silent.
+        return with_deadline(worker, 2 * deadline_s)
 
     async def start_rewards(self) -> "RewardPool":
-        return await _start_rewards(self._runtime, self._config)
+        from headway.rollout.reward_pool import RewardPool
+        from headway.tasks.scoring import specification
+
+        verifiers = specification(self._config.named_tasks)
+        return await self._runtime.start("reward", RewardPool, verifiers, self._config.reward)
 
     async def start_trainer(self) -> "RankedTrainer":
         self._trainer = await start_trainer(self._runtime, self._config, self._worst_staleness)
@@ -127,49 +114,6 @@ class Fleet:
         """The next death; that of a rank is the trainer's."""
         death = await self._runtime.failure()
         return WorkerDied(str(death), "trainer") if death.worker in self._config.trainer.placement else death
-
-
-async def start_generation(runtime: Runtime, config: Config) -> Generation:
-    """Engines, rollout workers and reward pool, all started at the same time and then connected."""
-    placement = config.engine.placement
-    names = [f"rollout-{number}" for number in range(config.rollout.workers)]
-    rewards, *started = await together(
-        _start_rewards(runtime, config),
-        *(_start_engine(runtime, config, *placed) for placed in placement.items()),
-        *(_start_rollout(runtime, config, name) for name in names),
-    )
-    engines: dict[str, Engine] = dict(zip(placement, started, strict=False))
-    rollout: dict[str, RolloutWorker] = dict(zip(names, started[len(engines) :], strict=True))
-    lives = dict.fromkeys([*engines, "reward"], 0)
-    await together(*(worker.connect(engines, lives, (), rewards) for worker in rollout.values()))
-    return Generation(engines, rollout, rewards)
-
-
-async def until_failure(runtime: Runtime, generation: Generation, work: Awaitable[T]) -> T:
-    """The result of work in which no worker is replaced: the first that dies or breaks ends it."""
-    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work), asyncio.ensure_future(runtime.failure())]
-    tasks.append(asyncio.ensure_future(_first_shunned(generation)))
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        working, *failing = tasks
-        for task in failing:
-            if task.done() and not working.done():
-                raise task.result()
-        result: T = working.result()
-        return result
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _first_shunned(generation: Generation) -> WorkerDied:
-    """Of an engine that rollout workers ask no more, why."""
-    while True:
-        await asyncio.sleep(_LOOK_S)
-        for worker in generation.rollout.values():
-            for shunned in (await worker.stats()).shunned:
-                return WorkerDied(shunned.reason, shunned.engine)
 
 
 async def _start_engine(runtime: Runtime, config: Config, name: str, device: str) -> Engine:
@@ -226,15 +170,15 @@ def _kv_share(config: Config, device: str) -> float:
 async def start_trainer(runtime: Runtime, config: Config, worst_staleness: int | None) -> "RankedTrainer":
     from headway.training.ranks import RankedTrainer
 
-    weights = how_weights_travel(config, await runtime.num_machines())
+    weights = resolve_transport(config, await runtime.num_machines())
     sections = config.model, config.trainer, config.algorithm, worst_staleness, weights
     trainer = RankedTrainer(runtime, *sections, Path(config.run.dir) / "checkpoint", config.run.deadline_s)
     await trainer.start()
     return trainer
 
 
-def how_weights_travel(config: Config, num_machines: int) -> WeightsSection:
-    """The config's section with nothing left open: by the shortest way that reaches every engine, unless it says."""
+def resolve_transport(config: Config, num_machines: int) -> WeightsSection:
+    """The config's section with nothing left open: the fastest transport that reaches every engine, unless it says."""
     section = config.weights
     gpus_only = "cpu" not in (*config.trainer.devices, *config.engine.placement.values())
     if section.transport != "auto":
@@ -259,23 +203,3 @@ def how_weights_travel(config: Config, num_machines: int) -> WeightsSection:
             "or name an address of the trainer's machine"
         )
     return resolved
-
-
-async def _start_rewards(runtime: Runtime, config: Config) -> "RewardPool":
-    from headway.rollout.reward_pool import RewardPool
-    from headway.tasks.scoring import specification
-
-    return await runtime.start("reward", RewardPool, specification(config.named_tasks), config.reward)
-
-
-async def _start_rollout(runtime: Runtime, config: Config, name: str) -> "RolloutWorker":
-    from headway.model.loading import load_config
-    from headway.rollout.worker import RolloutWorker
-
-    deadline_s, model = config.run.deadline_s, load_config(config.model.path)
-    context = config.engine.max_context or model.max_position_embeddings
-    sizes = model.vocab_size, context, config.trainer.token_budget
-    arguments = (config.model.path, config.rollout, config.run.seed, *sizes, deadline_s)
-    worker = await runtime.start(name, RolloutWorker, *arguments)
-    # Its own calls, to the engines and the reward pool, must expire first, so that whoever is silent is named.
-    return with_deadline(worker, 2 * deadline_s)

@@ -94,6 +94,14 @@ class Admitted(Event, frozen=True, kw_only=True):
     prompt: int  # row
     eta: int
     version: int  # the lowest confirmed by every engine that may serve it
+    repeats: int | None = None  # the requeued group whose prompt this is; None: the stream's next prompt
+
+
+class Requeued(Event, frozen=True, kw_only=True):
+    """Groups dropped in an outage of the verifier or the workflow: their prompts are admitted again under new ids."""
+
+    groups: tuple[int, ...]
+    reason: str
 
 
 class FailedTrajectory(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):

@@ -23,6 +23,7 @@ class Admitted:
     prompt: int
     eta: int
     version: int
+    repeats: int | None = None
 
 
 @dataclass
@@ -35,6 +36,7 @@ class RunState:
     admitted: dict[int, Admitted] = field(default_factory=dict)
     finished: dict[int, ShardRef] = field(default_factory=dict)
     dropped: dict[int, str] = field(default_factory=dict)
+    requeued: list[int] = field(default_factory=list)  # groups of an outage whose prompts are still to be repeated
     batches: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # (version trained, groups)
     num_trained: int = 0
     digests: dict[int, str] = field(default_factory=dict)  # of the weights each training step made
@@ -75,6 +77,8 @@ class RunState:
                 self._on_resumed(event)
             case "admitted":
                 self._on_admitted(event)
+            case "requeued":
+                self.requeued += event["groups"]
             case "finished":
                 self._on_finished(event)
             case "dropped":
@@ -109,7 +113,9 @@ class RunState:
             _broken(event, f"group {group} is admitted twice")
         if group != len(self.admitted):
             _broken(event, f"group {group} is admitted before group {len(self.admitted)}, whose prompt is skipped")
-        self.admitted[group] = Admitted(event["prompt"], event["eta"], event["version"])
+        self.admitted[group] = Admitted(event["prompt"], event["eta"], event["version"], event["repeats"])
+        if event["repeats"] is not None:
+            self.requeued.remove(event["repeats"])
 
     def _on_finished(self, event: Event) -> None:
         group = event["group"]

@@ -5,12 +5,15 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from headway.types import Admission, Group, Prompt, Sampling
+from headway.types import NOT_SAMPLED, Admission, Group, Prompt, Sampling
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Accuracy is the mean score over problems with a verdict, if any; the others are counted in `num_failed`."""
+    """Accuracy is the mean score over problems with a verdict, if any; the others are counted in `num_failed`.
+
+    `version` and `version_last` are those of the oldest and newest token sampled for it.
+    """
 
     accuracy: float | None
     num: int
@@ -45,14 +48,14 @@ async def evaluate(
 
     groups = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    versions = [int(s.versions.max()) for t in trajectories for s in t.sequences if s.num_sampled]
+    sampled = [s.versions[s.versions != NOT_SAMPLED] for t in trajectories for s in t.sequences if s.num_sampled]
     num = len(trajectories)
     return Evaluation(
         accuracy=sum(trajectory.reward for trajectory in trajectories) / num if num else None,
         num=num,
         num_failed=len(prompts) - num,
         mean_tokens=sum(trajectory.num_sampled for trajectory in trajectories) / max(1, num),
-        version=version,
-        version_last=max(versions, default=version),
+        version=min((int(versions.min()) for versions in sampled), default=version),
+        version_last=max((int(versions.max()) for versions in sampled), default=version),
         seconds=time.time() - started,
     )

@@ -1,34 +1,37 @@
-"""Which engine serves a group, as one rollout worker sees the engines, and how many of its requests are there at once.
+"""Chooses the engine of each group, as one rollout worker sees the engines, and limits its requests to each.
 
-A group stays on one engine, where its prompt's keys and values are computed once, until that engine is lost; then all
-of the group goes on at another one. The choice is the engine with the fewest sequences: this worker's own, counted
-exactly, and those of the other workers, as the engines' last looks told.
+A group stays on one engine, where the keys and values of its prompt are computed once, until that engine fails; then
+the whole group moves to another. The choice is the engine with the fewest sequences: this worker's own, counted
+exactly, and those of other workers, from the latest engine statistics.
 """
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headway.codec import noun
 from headway.engine.protocol import Engine
 from headway.errors import DeadlineExceeded
+from headway.runtime.semaphore import PrioritySemaphore
 from headway.types import RequestKey
+
+_MAX_NONFINITE_GROUPS = 3
+"""Groups in a row with a non-finite log-prob, without a valid completion between them, that make it the engine's fault
+and no longer the requests'."""
 
 
 @noun
-class Shunned:
-    """An engine that a rollout worker asks no more, and why; `life` tells its processes apart."""
+class EngineFault:
+    """An engine that a rollout worker no longer uses, and why: EngineFault("engine-1", 0, "engine-1 exited ...")."""
 
     engine: str
-    life: int
+    incarnation: int
     reason: str
 
 
 @noun
-class Continued:
-    """A request that went on elsewhere: with how many tokens of before, and how long it was nowhere."""
+class Retry:
+    """A request that continued on another engine: tokens carried over, seconds without an engine."""
 
     engine: str
     tokens: int
@@ -36,85 +39,55 @@ class Continued:
 
 
 @noun
+class Waiting:
+    """Trajectories of this worker that wait for the same thing ("verifier", "workflow", "engine-0"), oldest first."""
+
+    what: str
+    num: int
+    seconds: float  # of the one that has waited longest
+
+
+@noun
 class RolloutStats:
-    """What a rollout worker found out about engines; `continued` since the last look."""
+    """What a rollout worker observed; `retries` since the previous statistics."""
 
-    shunned: tuple[Shunned, ...]
-    continued: tuple[Continued, ...]
-
-
-class Gate:
-    """Lets so many in at once, the others in their order; 0 is no limit."""
-
-    def __init__(self) -> None:
-        self.limit = 0
-        self._num_inside = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    @asynccontextmanager
-    async def passed(self, urgent: bool) -> AsyncIterator[None]:
-        """Inside, once there is room; the urgent do not wait."""
-        if not urgent and (self._waiting or not self._has_room):
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            try:
-                await turn
-            except BaseException:
-                if turn.done() and not turn.cancelled():
-                    self._leave()  # let in as it went away
-                raise
-        else:
-            self._num_inside += 1
-        try:
-            yield
-        finally:
-            self._leave()
-
-    @property
-    def _has_room(self) -> bool:
-        return not self.limit or self._num_inside < self.limit
-
-    def set_limit(self, limit: int) -> None:
-        self.limit = limit
-        self._let_in()
-
-    def _leave(self) -> None:
-        self._num_inside -= 1
-        self._let_in()
-
-    def _let_in(self) -> None:
-        while self._waiting and self._has_room:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                self._num_inside += 1
-                turn.set_result(None)
+    faults: tuple[EngineFault, ...]
+    retries: tuple[Retry, ...]
+    waiting: tuple[Waiting, ...] = ()
 
 
 @dataclass(eq=False)
-class Post:
-    """One life of one engine, as this worker sees it."""
+class EngineSlot:
+    """One incarnation of one engine, as this worker sees it."""
 
     name: str
-    life: int
+    incarnation: int
     engine: Engine
     num_own: int = 0  # unfinished trajectories of this worker
     num_others: int = 0  # sequences of other workers
-    gate: Gate = field(default_factory=Gate)
-    trouble: str = ""  # why nothing is sent there any more
-    distrusted: bool = False  # it answered nonsense: nothing it sampled for unfinished requests is kept
-    leaving: bool = False  # asked to leave: gives back what it has sampled
+    semaphore: PrioritySemaphore = field(default_factory=PrioritySemaphore)
+    fault: str = ""  # why no request is sent there any more
+    distrusted: bool = False  # it sent invalid answers: its tokens of unfinished requests are discarded
+    leaving: bool = False  # asked to leave: returns what it has sampled
     attempts: dict[str, "tuple[RequestKey, asyncio.Task[object]]"] = field(default_factory=dict)
+    nonfinite_groups: set[int] = field(default_factory=set)  # since its last valid completion
 
     @property
     def serves(self) -> bool:
-        return not self.trouble and not self.leaving
+        return not self.fault and not self.leaving
 
     def withdraw(self, reason: str, distrusted: bool = False) -> None:
-        """Ask it no more; what runs there is given up and goes on elsewhere."""
-        self.trouble, self.distrusted = self.trouble or reason, self.distrusted or distrusted
-        self.gate.set_limit(0)
+        """Send it no more requests; those in flight are cancelled here and retried elsewhere."""
+        self.fault, self.distrusted = self.fault or reason, self.distrusted or distrusted
+        self.semaphore.set_limit(None)
         for _, attempt in self.attempts.values():
             attempt.cancel()
+
+    def nonfinite(self, group: int, reason: str) -> None:
+        """A log-prob is not a number. The engine's weights were verified, so the request is suspected first."""
+        self.nonfinite_groups.add(group)
+        if len(self.nonfinite_groups) >= _MAX_NONFINITE_GROUPS:
+            self.withdraw(reason, distrusted=True)
 
 
 class Router:
@@ -122,84 +95,86 @@ class Router:
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
-        self._posts: dict[str, Post] = {}
+        self._slots: dict[str, EngineSlot] = {}
         self._changed = asyncio.Event()
 
-    def set_engines(self, engines: Mapping[str, Engine], lives: Mapping[str, int], leaving: tuple[str, ...]) -> None:
-        """Take over who serves now; an engine of the same life keeps what is known of it."""
-        for name, post in list(self._posts.items()):
-            if name not in engines or lives[name] != post.life:
-                self._posts.pop(name).withdraw("it is gone")
+    def set_engines(
+        self, engines: Mapping[str, Engine], incarnations: Mapping[str, int], leaving: tuple[str, ...]
+    ) -> None:
+        """Replace the set of engines; an engine of the same incarnation keeps its slot."""
+        for name, slot in list(self._slots.items()):
+            if name not in engines or incarnations[name] != slot.incarnation:
+                self._slots.pop(name).withdraw(f"{name} was removed")
         for name, engine in engines.items():
-            post = self._posts.setdefault(name, Post(name, lives[name], engine))
-            if name in leaving and not post.leaving:
-                post.leaving = True
-                post.gate.set_limit(0)
+            slot = self._slots.setdefault(name, EngineSlot(name, incarnations[name], engine))
+            if name in leaving and not slot.leaving:
+                slot.leaving = True
+                slot.semaphore.set_limit(None)
         self._changed.set()
 
     def set_loads(self, loads: Mapping[str, int], limits: Mapping[str, int]) -> None:
-        """All workers' sequences by engine, as last seen, and how many this worker may have at each (0: no limit)."""
-        for name, post in self._posts.items():
-            post.num_others = max(0, loads.get(name, 0) - post.num_own)
-            post.gate.set_limit(limits.get(name, 0) if post.serves else 0)
+        """All workers' sequences by engine, and how many this worker may have at each (0: no limit)."""
+        for name, slot in self._slots.items():
+            slot.num_others = max(0, loads.get(name, 0) - slot.num_own)
+            slot.semaphore.set_limit((limits.get(name, 0) or None) if slot.serves else None)
 
     @property
-    def leaving(self) -> list[Post]:
-        return [post for post in self._posts.values() if post.leaving]
+    def leaving(self) -> list[EngineSlot]:
+        return [slot for slot in self._slots.values() if slot.leaving]
 
     @property
-    def shunned(self) -> tuple[Shunned, ...]:
-        posts = self._posts.values()
-        return tuple(Shunned(post.name, post.life, post.trouble) for post in posts if post.trouble)
+    def faults(self) -> tuple[EngineFault, ...]:
+        slots = self._slots.values()
+        return tuple(EngineFault(slot.name, slot.incarnation, slot.fault) for slot in slots if slot.fault)
 
-    def least_loaded(self, group: int) -> Post | None:
-        """The engine with the fewest sequences; among equals by turns, as groups are numbered."""
-        posts = list(self._posts.values())
-        first = group % max(1, len(posts))
-        serving = [post for post in posts[first:] + posts[:first] if post.serves]
-        return min(serving, key=lambda post: post.num_own + post.num_others, default=None)
+    def least_loaded(self, group: int) -> EngineSlot | None:
+        """The engine with the fewest sequences; among equals round-robin by group number."""
+        slots = list(self._slots.values())
+        first = group % max(1, len(slots))
+        serving = [slot for slot in slots[first:] + slots[:first] if slot.serves]
+        return min(serving, key=lambda slot: slot.num_own + slot.num_others, default=None)
 
-    async def find(self, group: int) -> Post:
-        """As `least_loaded`; while no engine serves, waits for one to come back."""
+    async def find(self, group: int) -> EngineSlot:
+        """As `least_loaded`; while no engine serves, waits for one."""
         try:
             async with asyncio.timeout(self._deadline_s):
-                while (post := self.least_loaded(group)) is None:
+                while (slot := self.least_loaded(group)) is None:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            told = "; ".join(f"{post.name}: {post.trouble or 'it leaves'}" for post in self._posts.values())
+            reasons = "; ".join(f"{slot.name}: {slot.fault or 'is leaving'}" for slot in self._slots.values())
             raise DeadlineExceeded(
-                f"no engine served group {group} within {self._deadline_s:g} s ({told or 'none was there'})"
+                f"no engine served group {group} within {self._deadline_s:g} s ({reasons or 'there was none'})"
             ) from None
-        return post
+        return slot
 
 
 class Placement:
-    """Where the trajectories of one group are generated: together, on one engine, until it serves no more."""
+    """The engine of one group: all its trajectories together, until that engine serves no more."""
 
     def __init__(self, router: Router, group: int, size: int) -> None:
-        self._router, self._group, self._num_left = router, group, size
-        self._post: Post | None = None
+        self._router, self.group, self._num_left = router, group, size
+        self._slot: EngineSlot | None = None
         # Counted now, not when the first request is sent: the next group may be placed before that.
         self._move(router.least_loaded(group))
 
-    async def post(self) -> Post:
-        if self._post is None or not self._post.serves:
-            found = await self._router.find(self._group)
-            if self._post is None or not self._post.serves:  # else another of the group was faster
+    async def slot(self) -> EngineSlot:
+        if self._slot is None or not self._slot.serves:
+            found = await self._router.find(self.group)
+            if self._slot is None or not self._slot.serves:  # else another trajectory of the group was faster
                 self._move(found)
-        assert self._post is not None
-        return self._post
+        assert self._slot is not None
+        return self._slot
 
-    def _move(self, post: Post | None) -> None:
-        if self._post is not None:
-            self._post.num_own -= self._num_left
-        self._post = post
-        if post is not None:
-            post.num_own += self._num_left
+    def _move(self, slot: EngineSlot | None) -> None:
+        if self._slot is not None:
+            self._slot.num_own -= self._num_left
+        self._slot = slot
+        if slot is not None:
+            slot.num_own += self._num_left
 
     def done(self) -> None:
         """One trajectory has ended."""
         self._num_left -= 1
-        if self._post is not None:
-            self._post.num_own -= 1
+        if self._slot is not None:
+            self._slot.num_own -= 1

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from headway.control.health import PACE_WINDOW_S, Pace, far_slower, next_limit
+from headway.control.health import RATE_WINDOW_S, DecodeRate, far_slower, next_limit
 from headway.types import EngineStats
 
 
@@ -35,25 +35,25 @@ def test_when_the_pressure_is_gone_the_limit_rises_until_it_is_none() -> None:
 
 
 def test_a_pace_is_per_running_sequence_over_a_whole_window() -> None:
-    pace = Pace()
-    for second in range(int(PACE_WINDOW_S)):
-        pace.look(second, stats(running=10, generated=50 * second))
+    pace = DecodeRate()
+    for second in range(int(RATE_WINDOW_S)):
+        pace.sample(second, stats(running=10, generated=50 * second))
         assert pace.tokens_per_s is None
-    pace.look(PACE_WINDOW_S, stats(running=10, generated=int(50 * PACE_WINDOW_S)))
+    pace.sample(RATE_WINDOW_S, stats(running=10, generated=int(50 * RATE_WINDOW_S)))
     assert pace.tokens_per_s == pytest.approx(5.0)
-    for second in range(int(PACE_WINDOW_S), int(3 * PACE_WINDOW_S)):
-        pace.look(second, stats(running=10, generated=int(50 * PACE_WINDOW_S)))
+    for second in range(int(RATE_WINDOW_S), int(3 * RATE_WINDOW_S)):
+        pace.sample(second, stats(running=10, generated=int(50 * RATE_WINDOW_S)))
     assert pace.tokens_per_s == 0.0, "only the last window counts"
 
 
 def test_time_in_which_nothing_ran_does_not_slow_an_engine() -> None:
-    pace, generated = Pace(), 0
-    for second in range(int(2 * PACE_WINDOW_S)):
+    pace, generated = DecodeRate(), 0
+    for second in range(int(2 * RATE_WINDOW_S)):
         generated += 50 * ((second - 1) % 2 == 0)
-        pace.look(second, stats(running=10 * (second % 2 == 0), generated=generated))
+        pace.sample(second, stats(running=10 * (second % 2 == 0), generated=generated))
     assert pace.tokens_per_s == pytest.approx(5.0, rel=0.05)
-    for second in range(int(2 * PACE_WINDOW_S), int(4 * PACE_WINDOW_S)):
-        pace.look(second, stats(running=0, generated=generated))
+    for second in range(int(2 * RATE_WINDOW_S), int(4 * RATE_WINDOW_S)):
+        pace.sample(second, stats(running=0, generated=generated))
     assert pace.tokens_per_s is None, "an idle engine has none"
 
 

@@ -7,7 +7,7 @@ import pytest
 from system import HeadwayProcess, check_finished, events_of, make_config, run_inline, write_config
 
 from headway.config import Config, load, validate
-from headway.control.workers import how_weights_travel
+from headway.control.workers import resolve_transport
 from headway.errors import ConfigError
 
 
@@ -33,27 +33,27 @@ def test_weights_take_the_shortest_way_that_reaches_every_engine(
     transport: str, device: str, num_machines: int, chosen: tuple[str, ...]
 ) -> None:
     config = config_of({"transport": transport, "address": "10.0.0.1"}, device)
-    resolved = how_weights_travel(config, num_machines)
+    resolved = resolve_transport(config, num_machines)
     assert resolved.transports == chosen and resolved.address == "10.0.0.1"
     assert resolved.dir == str(Path("runs/one/weights").absolute())
-    assert how_weights_travel(config_of({"dir": "/shared"}), 1).dir == "/shared"
+    assert resolve_transport(config_of({"dir": "/shared"}), 1).dir == "/shared"
 
 
 def test_a_way_that_cannot_reach_every_machine_is_refused_with_what_to_do() -> None:
     with pytest.raises(ConfigError) as error:
-        how_weights_travel(config_of({"transport": "shared_memory"}), 2)
+        resolve_transport(config_of({"transport": "shared_memory"}), 2)
     assert str(error.value) == (
         "weights.transport = shared_memory reaches engines of the trainer's machine only, and there are 2 machines; "
         "set auto, stream or disk"
     )
     with pytest.raises(ConfigError) as error:
-        how_weights_travel(config_of({"address": "127.0.0.1"}), 3)
+        resolve_transport(config_of({"address": "127.0.0.1"}), 3)
     assert str(error.value) == (
         "weights.address = 127.0.0.1 cannot be reached from the other 2 machines; leave it out, or name an address of "
         "the trainer's machine"
     )
-    assert [how_weights_travel(config_of({}), number).address for number in (1, 3)] == ["127.0.0.1", "own"]
-    assert how_weights_travel(config_of({"transport": "stream,disk"}), 2).transports == ("stream", "disk")
+    assert [resolve_transport(config_of({}), number).address for number in (1, 3)] == ["127.0.0.1", "own"]
+    assert resolve_transport(config_of({"transport": "stream,disk"}), 2).transports == ("stream", "disk")
 
 
 @pytest.mark.parametrize("transport", ["cuda", "nccl", "", "stream,", "stream,stream", "auto,disk"])

@@ -24,7 +24,7 @@ ROOMS: list[tuple[str, int]] = [
     # The modules and rooms of one level, and the most lines of Python they may have together. A module imports only
     # from levels above its own in this list, and from its own room.
     ("errors codec files types knobs section algorithm config", 1850),
-    ("runtime", 1800),
+    ("runtime", 1900),
     ("record", 1500),
     ("model", 1100),
     ("weights", 1300),
@@ -33,7 +33,7 @@ ROOMS: list[tuple[str, int]] = [
     ("engine", 5300),
     ("training", 3500),
     ("rollout", 2000),
-    ("control", 2200),
+    ("control", 2600),
     ("launch", 450),
     ("plan", 150),
     ("cli", 300),

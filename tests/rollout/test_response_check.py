@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.rollout.response_check import Known, nonsense, rest_of
+from headway.engine.completion import PartialCompletion
+from headway.rollout.response_check import find_violation, rest_of
 from headway.types import (
     Chunk,
     Completion,
@@ -34,12 +35,20 @@ def completion(tokens: list[int], stop: StopReason = StopReason.STOP, **changes:
     return Completion(made.tokens, made.logprobs, made.versions, stop)
 
 
-def after(*parts: Chunk, last_version: int = 0) -> Known:
-    return Known(parts, sum(len(part.tokens) for part in parts), last_version)
+Before = tuple[list[Chunk], bool]
 
 
-def found(answer: Chunk | Completion, known: Known | None = None, request: Request = REQUEST) -> str:
-    return nonsense(request, known or Known(), answer, VOCAB, NEWEST)
+def after(*parts: Chunk, elsewhere: bool = False) -> Before:
+    """What was received before, from this engine or from another one."""
+    return list(parts), elsewhere
+
+
+def found(answer: Chunk | Completion, before: Before = ([], False), request: Request = REQUEST) -> str:
+    partial = PartialCompletion(request)
+    for part in before[0]:
+        partial.extend(part.tokens, part.logprobs, part.versions)
+    num_before = partial.num_tokens if before[1] else partial.num_prompt
+    return find_violation(partial, answer, num_before, VOCAB, NEWEST)
 
 
 def test_what_engines_really_answer_passes() -> None:
@@ -47,7 +56,7 @@ def test_what_engines_really_answer_passes() -> None:
     assert not found(chunk([]))
     assert not found(chunk([0, 49], version=NEWEST))
     assert not found(chunk([3, 4], logprobs=np.array([0.0, 1e-6], np.float32)))
-    assert not found(chunk([3, 4], versions=np.array([5, 6], np.int32)), after(chunk([9]), last_version=5))
+    assert not found(chunk([3, 4], versions=np.array([5, 6], np.int32)), after(chunk([9])))
     assert not found(completion([3, 4, 1]))
     assert not found(completion([3] * 8, StopReason.LENGTH))
     assert not found(completion([3] * 7 + [2], StopReason.STOP))
@@ -57,10 +66,10 @@ def test_what_engines_really_answer_passes() -> None:
 
 
 def test_a_completion_that_goes_on_from_another_engine_may_be_of_an_older_version() -> None:
-    known = after(chunk([3, 4], version=6))
+    known = after(chunk([3, 4], version=6), elsewhere=True)
     assert not found(completion([3, 4, 5, 1], versions=np.array([6, 6, 5, 5], np.int32)), known)
-    here = after(chunk([3, 4], version=6), last_version=6)
-    assert "go back" in found(completion([3, 4, 5, 1], versions=np.array([6, 6, 5, 5], np.int32)), here)
+    here = after(chunk([3, 4], version=6))
+    assert "decrease" in found(completion([3, 4, 5, 1], versions=np.array([6, 6, 5, 5], np.int32)), here)
 
 
 @pytest.mark.parametrize(
@@ -68,31 +77,31 @@ def test_a_completion_that_goes_on_from_another_engine_may_be_of_an_older_versio
     [
         (chunk([3, 50]), "outside the vocabulary of 50"),
         (chunk([3, -1]), "outside the vocabulary"),
-        (chunk([3, 4], logprobs=np.array([-1, np.nan], np.float32)), "a log-prob is no number"),
-        (chunk([3, 4], logprobs=np.array([-1, -np.inf], np.float32)), "a log-prob is no number"),
-        (chunk([3, 4], logprobs=np.array([-1, 0.01], np.float32)), "above 0"),
-        (chunk([3, 4], versions=np.array([5, 4], np.int32)), "its versions go back"),
-        (chunk([3], version=-1), "its versions go back"),
-        (chunk([3], version=8), "version 8 sampled a token, and engines were given 7 at most"),
+        (chunk([3, 4], logprobs=np.array([-1, np.nan], np.float32)), "a log-prob is not a finite number"),
+        (chunk([3, 4], logprobs=np.array([-1, -np.inf], np.float32)), "a log-prob is not a finite number"),
+        (chunk([3, 4], logprobs=np.array([-1, 0.01], np.float32)), "a log-prob is above 0"),
+        (chunk([3, 4], versions=np.array([5, 4], np.int32)), "its versions decrease"),
+        (chunk([3], version=-1), "its versions decrease"),
+        (chunk([3], version=8), "a token has version 8, and engines were sent 7 at most"),
         (chunk([3] * 9), "9 tokens are more than the 8 asked for"),
         (completion([3] * 9, StopReason.LENGTH), "9 tokens are more than the 8"),
         (completion([3, 4]), "it stopped without a stop token"),
         (completion([]), "it stopped without a stop token"),
-        (completion([3, 1, 4], StopReason.CONTEXT), "it went on after a stop token"),
-        (completion([3, 1, 1]), "it went on after a stop token"),
-        (completion([3, 4], StopReason.LENGTH), "it says that 8 tokens were reached with 2"),
+        (completion([3, 1, 4], StopReason.CONTEXT), "it continued after a stop token"),
+        (completion([3, 1, 1]), "it continued after a stop token"),
+        (completion([3, 4], StopReason.LENGTH), "it reports 8 tokens reached with 2"),
     ],
 )
-def test_what_cannot_be_true_is_found(answer: Chunk | Completion, wrong: str) -> None:
+def test_what_cannot_be_valid_is_found(answer: Chunk | Completion, wrong: str) -> None:
     assert wrong in found(answer)
 
 
 def test_a_completion_must_be_what_was_sent_before_and_more() -> None:
-    known = after(chunk([3, 4]), chunk([5]), last_version=5)
+    known = after(chunk([3, 4]), chunk([5]))
     assert not found(completion([3, 4, 5, 1]), known)
     assert not found(completion([3, 4, 5], StopReason.CONTEXT), known)
     for tokens in ([3, 4, 6, 1], [3, 4], [4, 3, 5, 1], []):
-        assert "is not what it sent before (3 tokens)" in found(completion(tokens, StopReason.CONTEXT), known)
+        assert "does not begin with the 3 it streamed before" in found(completion(tokens, StopReason.CONTEXT), known)
 
 
 def test_a_stop_string_or_an_end_of_its_own_needs_no_stop_token() -> None:

@@ -14,8 +14,9 @@ from headway.engine.fake import FakeEngine
 from headway.engine.protocol import Engine
 from headway.errors import DeadlineExceeded, WorkerDied
 from headway.rollout.reward_pool import RewardPool
-from headway.rollout.router import Gate, Placement, Router
+from headway.rollout.router import Placement, Router
 from headway.rollout.worker import RolloutWorker
+from headway.runtime.semaphore import PrioritySemaphore
 from headway.types import (
     Admission,
     Chunk,
@@ -39,33 +40,34 @@ async def turns(num: int = 10) -> None:
 # How many at once
 
 
-def test_a_gate_lets_in_so_many_in_their_order_and_the_urgent_at_once() -> None:
+def test_a_semaphore_admits_urgent_requests_first_and_the_others_in_order() -> None:
     async def scenario() -> None:
-        gate, inside, leave = Gate(), list[int](), asyncio.Event()
+        semaphore, inside, leave = PrioritySemaphore(), list[int](), asyncio.Event()
 
         async def visit(number: int, urgent: bool = False) -> None:
-            async with gate.passed(urgent):
+            async with semaphore.slot(urgent):
                 inside.append(number)
                 await leave.wait()
 
-        gate.set_limit(2)
+        semaphore.set_limit(2)
         visits = [asyncio.create_task(visit(number)) for number in range(5)]
         await turns()
         assert inside == [0, 1]
         visits.append(asyncio.create_task(visit(9, urgent=True)))
+        await turns()
+        assert semaphore.num_waiting == 4
         visits[2].cancel()
         await turns()
-        assert inside == [0, 1, 9]
-        gate.set_limit(4)
+        semaphore.set_limit(4)
         await turns()
-        assert inside == [0, 1, 9, 3], "who went away is passed over"
-        gate.set_limit(0)
+        assert inside == [0, 1, 9, 3], "a cancelled waiter is skipped"
+        semaphore.set_limit(None)
         await turns()
         assert inside == [0, 1, 9, 3, 4]
         leave.set()
         await asyncio.gather(*visits, return_exceptions=True)
-        gate.set_limit(1)
-        async with gate.passed(False):
+        semaphore.set_limit(1)
+        async with semaphore.slot():
             pass
 
     run(scenario())
@@ -95,11 +97,11 @@ def test_a_group_moves_as_a_whole_and_takes_its_count_along() -> None:
     async def scenario() -> None:
         router = make_router(2)
         placement = Placement(router, 0, 4)
-        first = await placement.post()
+        first = await placement.slot()
         placement.done()
         first.withdraw("it died")
-        second = await placement.post()
-        assert second is not first and await placement.post() is second
+        second = await placement.slot()
+        assert second is not first and await placement.slot() is second
         assert (first.num_own, second.num_own) == (0, 3)
         for _ in range(3):
             placement.done()
@@ -108,25 +110,25 @@ def test_a_group_moves_as_a_whole_and_takes_its_count_along() -> None:
     run(scenario())
 
 
-def test_an_engine_of_the_same_life_stays_shunned_and_a_new_one_is_asked_again() -> None:
+def test_an_engine_stays_faulty_until_its_next_incarnation() -> None:
     router = make_router(1)
-    post = router.least_loaded(0)
-    assert post is not None
-    post.withdraw("it lied")
-    router.set_engines({"engine-0": post.engine}, {"engine-0": 0}, ())
-    assert router.least_loaded(0) is None and [shunned.reason for shunned in router.shunned] == ["it lied"]
-    router.set_engines({"engine-0": post.engine}, {"engine-0": 1}, ())
-    assert router.least_loaded(0) is not None and not router.shunned
+    slot = router.least_loaded(0)
+    assert slot is not None
+    slot.withdraw("it lied")
+    router.set_engines({"engine-0": slot.engine}, {"engine-0": 0}, ())
+    assert router.least_loaded(0) is None and [fault.reason for fault in router.faults] == ["it lied"]
+    router.set_engines({"engine-0": slot.engine}, {"engine-0": 1}, ())
+    assert router.least_loaded(0) is not None and not router.faults
 
 
 def test_while_no_engine_serves_a_group_waits_no_longer_than_a_deadline() -> None:
     async def scenario() -> None:
         router = make_router(1, deadline_s=0.05)
-        post = router.least_loaded(0)
-        assert post is not None
-        post.withdraw("it died")
+        slot = router.least_loaded(0)
+        assert slot is not None
+        slot.withdraw("it died")
         with pytest.raises(DeadlineExceeded, match=r"no engine served group 7 within 0.05 s \(engine-0: it died\)"):
-            await Placement(router, 7, 1).post()
+            await Placement(router, 7, 1).slot()
 
     run(scenario())
 
@@ -194,11 +196,11 @@ def test_a_request_goes_on_elsewhere_with_every_token_received(tiny_model: str, 
         group = await worker.run(admission(0))
         assert tokens_of(group) == await undisturbed(tiny_model) and not group.failures
         found = await worker.stats()
-        assert [shunned.engine for shunned in found.shunned] == ["engine-0"]
+        assert [fault.engine for fault in found.faults] == ["engine-0"]
         brought = [len(request.sampled.tokens) for request in good.requests if request.sampled is not None]
         assert len(brought) == 2 and min(brought) > 0
-        assert sorted(item.tokens for item in found.continued) == sorted(brought)
-        assert not (await worker.stats()).continued, "each is told once"
+        assert sorted(item.tokens for item in found.retries) == sorted(brought)
+        assert not (await worker.stats()).retries, "each is told once"
 
     run(scenario())
 
@@ -211,8 +213,8 @@ def test_invariant_10_nothing_that_a_lying_engine_sampled_is_kept(tiny_model: st
         group = await worker.run(admission(0))
         assert tokens_of(group) == await undisturbed(tiny_model)
         assert all(request.sampled is None for request in good.requests)
-        (shunned,) = (await worker.stats()).shunned
-        assert "engine-0 answered nonsense at request train/0/" in shunned.reason
+        (fault,) = (await worker.stats()).faults
+        assert "engine-0 sent an invalid answer to request train/0/" in fault.reason
 
     run(scenario())
 
@@ -250,7 +252,7 @@ def test_an_engine_that_leaves_gives_back_what_it_has_sampled(tiny_model: str) -
         assert (await old.stats()).running == 0
         brought = sum(len(request.sampled.tokens) for request in new.requests if request.sampled)
         assert brought == (await old.stats()).num_generated, "not one of its tokens is lost"
-        assert not (await worker.stats()).shunned
+        assert not (await worker.stats()).faults
 
     run(scenario())
 
@@ -337,7 +339,7 @@ def test_a_text_that_ends_every_pool_costs_its_trajectory_alone(tiny_model: str)
             life += 1
             await with_pool(worker, DyingPool(), life)
         group = await running
-        assert [f.reason for f in group.failures] == ["verifier: 3 reward pools ended while they judged one text"] * 2
+        assert [f.reason for f in group.failures] == ["verifier: 3 reward pools died while they judged one text"] * 2
 
     run(scenario())
 
@@ -346,7 +348,7 @@ def test_invariant_15_a_pool_that_does_not_come_back_is_named(tiny_model: str) -
     async def scenario() -> None:
         worker = await make_worker(tiny_model, deadline_s=0.05)
         await with_pool(worker, DyingPool(), 0)
-        with pytest.raises(DeadlineExceeded, match=r"no reward pool was there for 0.05 s"):
+        with pytest.raises(DeadlineExceeded, match=r"no reward pool answered for 0.05 s"):
             await worker.run(admission(0))
 
     run(scenario())

@@ -106,7 +106,8 @@ class StandInTrainer:
         return self.version
 
     async def write_model(self, directory: str) -> None:
-        pass
+        Path(directory).mkdir(exist_ok=True)
+        (Path(directory) / "weights").write_text(json.dumps([self.version, self.weights]))
 
 
 @dataclass
@@ -242,13 +243,10 @@ class Stage:
             if not history:
                 self._begin(log)
             self.runtime = StageRuntime(self)
-            fleet = Fleet(cast(Runtime, self.runtime), self.config, self.prepared.staleness().worst_staleness)
-            workers = await fleet.start_all()
-            trainer = workers.trainer
-            progress = await progress_from(
-                self.prepared.staleness(), log, fold(history), history, trainer, self.directory
-            )
-            controller = Controller(self.config, fleet, workers, self.tasks(), progress, log, self.directory)
+            staleness = self.prepared.staleness()
+            fleet = Fleet(cast(Runtime, self.runtime), self.config, staleness.worst_staleness)
+            progress = progress_from(staleness, log, fold(history), history)
+            controller = Controller(self.config, fleet, self.tasks(), progress, log, self.directory)
             befalling = asyncio.ensure_future(self.during(self, controller)) if self.during else None
             await controller.run()
             if befalling is not None:
@@ -285,6 +283,7 @@ class Stage:
 
     def tasks(self) -> Tasks:
         return Tasks(
+            prompts=self.prepared.prompts,
             stream=PromptStream(self.prepared.prompts, self.config.run.seed),
             held_out=self.prepared.held_out,
             probe=(np.array([1, 2], np.int32),),

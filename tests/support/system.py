@@ -306,27 +306,41 @@ def check_admissions(config: Config, events: list[Event]) -> None:
     """Eq. 3 at every admission, by the version that every engine which served had then confirmed."""
     eta, batch = config.staleness.max_staleness, config.trainer.batch_groups
     num_admitted, dropped, confirmed = 0, set[int](), dict[str, int]()
+    admitted, too_old, newest = dict[int, int](), set[int](), 0
     for event in events:
         if event.kind == "resumed":
             confirmed = {}
         elif event.kind in ("worker_lost", "engine_left"):
             confirmed.pop(getattr(event, "worker", getattr(event, "engine", None)), None)
         elif event.kind == "swapped":
-            confirmed[event.engine] = event.version
+            if event.engine in confirmed or event.version == newest:  # it begins to serve at the newest version only
+                confirmed[event.engine] = event.version
+        elif event.kind == "trained":
+            newest = event.version
         elif event.kind in ("dropped", "skipped"):
             dropped |= set(event.groups)
         elif event.kind == "admitted":
             assert 0 <= event.version <= min(confirmed.values())
             assert num_admitted - len(dropped) < (event.version + eta + 1) * batch
             num_admitted += 1
+            admitted[event.group] = event.version
+        elif event.kind == "finished" and event.oldest is not None and event.oldest < admitted[event.group]:
+            too_old.add(event.group)
+    assert too_old <= dropped, "a group met weights older than those it was admitted at"
 
 
 def check_prompts(config: Config, events: list[Event]) -> None:
     """The stream of prompts is used in order, each place of it once."""
     stream = PromptStream(launch.prepare(config).prompts, config.run.seed)
     admitted = [event for event in events if event.kind == "admitted"]
-    assert [event.group for event in admitted] == list(range(len(admitted)))
-    assert [event.prompt for event in admitted] == [stream[place].index for place in range(len(admitted))]
+    assert [event["group"] for event in admitted] == list(range(len(admitted)))
+    streamed = [event["prompt"] for event in admitted if event["repeats"] is None]
+    assert streamed == [stream[place].index for place in range(len(streamed))]
+    rows = {event["group"]: event["prompt"] for event in admitted}
+    requeued = [group for event in events if event.kind == "requeued" for group in event["groups"]]
+    repeated = [event["repeats"] for event in admitted if event["repeats"] is not None]
+    assert len(set(repeated)) == len(repeated) and set(repeated) <= set(requeued)
+    assert all(event["prompt"] == rows[event["repeats"]] for event in admitted if event["repeats"] is not None)
 
 
 def check_versions(config: Config, events: list[Event]) -> None:

@@ -30,7 +30,7 @@ def wishing(*wishes: tuple[int, int]) -> During:
     async def during(stage: Stage, controller: Controller) -> None:
         for at, count in wishes:
             await steps_done(controller, at)
-            await controller.roster.resize(count)
+            await controller.engines.resize(count)
 
     return during
 
@@ -108,7 +108,7 @@ class Paced(FakeEngine):
 def test_an_engine_far_slower_than_the_others_is_told_of_once_and_replaced_if_wanted(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
-    monkeypatch.setattr(health, "PACE_WINDOW_S", 0.4)
+    monkeypatch.setattr(health, "RATE_WINDOW_S", 0.4)
     sections = {
         "run": {"steps": 40},
         "supervise": {"replace_slow": replaced},

@@ -203,7 +203,7 @@ def test_a_worker_that_is_killed_again_and_again_ends_the_run_with_its_name_and_
         worker(run, "engine").kill()
         assert run.wait() == 1, run.output
         assert not run.descendants()
-        assert "error: engine was lost more than 1 times" in run.output and "Traceback" not in run.output
+        assert "error: engine failed more than 1 times" in run.output and "Traceback" not in run.output
     events = run.events()
     assert events[-1].status == "failed" and "worker engine ended" in events[-1].cause
     check_record(config, events)

@@ -1,0 +1,121 @@
+"""Checkpoints and models: what of a run is on disk, written while training continues.
+
+Invariants that live here:
+ 13. Non-blocking generation: training waits only for the trainer's snapshot of its state, generation not even for that.
+ 14. Crash safety: a checkpoint that could not be written leaves the other slot, which leads to the same weights.
+"""
+
+import asyncio
+import os
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+
+from headway.config import Config
+from headway.control.trainer_worker import TrainerWorker
+from headway.errors import SaveFailed
+from headway.record.events import Checkpointed, CheckpointFailed
+from headway.record.shards import RunLog
+from headway.training.checkpoint import slot_for
+from headway.training.ranks import RankedTrainer
+
+MODEL, BEST_MODEL = "model", "model-best"
+_CANDIDATE = "model-candidate"
+_GRACE_S = 60.0
+"""Grace period before repeated checkpoint failures end the run, so that a person can free space on the disk."""
+
+
+class Saving:
+    """Writes checkpoints alternately into two slots, one at a time; the latest model with each, and the best one."""
+
+    def __init__(
+        self,
+        config: Config,
+        trainer: TrainerWorker,
+        log: RunLog,
+        directory: Path,
+        num_checkpoints: int,
+        best_accuracy: float | None,
+    ) -> None:
+        self._config, self._trainer, self._log, self._directory = config, trainer, log, directory
+        self._num_checkpoints = num_checkpoints
+        self._writing: asyncio.Task[None] | None = None
+        self._failed: list[float] = []  # when checkpoints were begun, all since the last that was written
+        self.written_version = 0  # of the newest whole checkpoint this process wrote
+        self._model_version = -1
+        self.best_accuracy = best_accuracy
+
+    async def checkpoint(self, version: int, tasks: asyncio.TaskGroup) -> None:
+        """Have the trainer snapshot its state; it is written during the steps to come."""
+        await self.written()
+        snapshot_of = await self._trainer.call(_snapshot)
+        self._writing = tasks.create_task(self._write(version, snapshot_of))
+
+    async def written(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        if self._writing is not None:
+            await self._writing
+
+    async def _write(self, version: int, snapshot_of: RankedTrainer) -> None:
+        started, slot = time.time(), slot_for(self._num_checkpoints)
+        await self._log.flush()
+        # A full disk may have room later; the other slot and the record lead to the same weights until then.
+        try:
+            await self._trainer.call(partial(self._write_slot, version, slot, snapshot_of))
+        except SaveFailed as error:
+            self._log.append(CheckpointFailed(version=version, slot=slot, cause=str(error)))
+            self._failed.append(started)
+            too_many = len(self._failed) > self._config.supervise.max_failures
+            if too_many and time.time() - self._failed[0] > _GRACE_S:
+                raise
+            return
+        self._failed.clear()
+        self._num_checkpoints += 1
+        self.written_version = version
+        self._log.append(Checkpointed(version=version, slot=slot, seconds=time.time() - started))
+
+    async def _write_slot(self, version: int, slot: str, snapshot_of: RankedTrainer, trainer: RankedTrainer) -> None:
+        # A restarted trainer has no snapshot, and may be a step further by now, unless that was the last.
+        if trainer is not snapshot_of and version == self._config.run.steps:
+            await trainer.snapshot()
+        await trainer.save(str(self._directory / "checkpoint" / slot))
+
+    async def model(self, version: int) -> None:
+        """The present weights as an ordinary model directory, in place of the last."""
+        if version == self._model_version:
+            return
+        new = self._directory / f"{MODEL}.new"
+        await self._trainer.call(lambda trainer: trainer.save_model(str(new)))
+        await asyncio.to_thread(_replace, new, self._directory / MODEL)
+        self._model_version = version
+
+    async def candidate(self, version: int) -> None:
+        """Set the present model aside: it becomes the best one if the evaluation that begins now says so."""
+        await self.model(version)
+        await asyncio.to_thread(_link, self._directory / MODEL, self._directory / _CANDIDATE)
+
+    async def judge(self, accuracy: float | None) -> None:
+        """The evaluation of the candidate has ended."""
+        candidate = self._directory / _CANDIDATE
+        is_best = accuracy is not None and (self.best_accuracy is None or accuracy > self.best_accuracy)
+        if is_best and candidate.exists():
+            self.best_accuracy = accuracy
+            await asyncio.to_thread(_replace, candidate, self._directory / BEST_MODEL)
+        await asyncio.to_thread(shutil.rmtree, candidate, True)
+
+
+async def _snapshot(trainer: RankedTrainer) -> RankedTrainer:
+    await trainer.snapshot()
+    return trainer
+
+
+def _replace(new: Path, old: Path) -> None:
+    shutil.rmtree(old, ignore_errors=True)
+    os.replace(new, old)
+
+
+def _link(source: Path, target: Path) -> None:
+    """A copy that takes no space: model files are replaced, never changed."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target, copy_function=os.link)
