@@ -1,6 +1,7 @@
 """Runs and rewards episodes: workflows on the policy, verifiers in killable processes.
 
-`worker` runs the workflow of each trajectory (`workflows/`); `router` chooses the engine; `response_check` validates
+`worker` runs the workflow of each trajectory (`workflows/`); `episode` is one trajectory, with its retries;
+`router` chooses the engine; `response_check` validates
 every answer of an engine; `reward_pool` runs verifiers in child processes (`reward_process`) with deadlines;
 `evaluate` measures held-out accuracy through the same workers.
 """
