@@ -13,8 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from headway.config import EngineSection
-from headway.engine.embedded.scheduler import EngineCore
+from headway.engine.embedded.scheduler import EngineCore, Output
 from headway.engine.protocol import Engine, KvPolicy
+from headway.errors import HeadwayError
 from headway.model.loading import load_model, named_weights
 from headway.model.tokenizer import decode, load_tokenizer
 from headway.types import (
@@ -71,17 +72,20 @@ def group_of(size: int, tokens: Ints, group: int = 0, **sampling: Any) -> list[R
 
 
 class Outcome:
-    """What each request was told: its chunks, then exactly one completion and nothing after it."""
+    """Each request's output: its chunks, then exactly one completion or error and nothing after it."""
 
     def __init__(self) -> None:
         self.chunks: dict[str, list[Chunk]] = {}
         self.completions: dict[str, Completion] = {}
+        self.errors: dict[str, HeadwayError] = {}
 
-    def take(self, outputs: Sequence[tuple[str, Chunk | Completion]]) -> None:
+    def take(self, outputs: Sequence[Output]) -> None:
         for name, item in outputs:
-            assert name not in self.completions, f"{name} was told something after its completion"
+            assert name not in self.completions | self.errors, f"{name} has output after its end"
             if isinstance(item, Completion):
                 self.completions[name] = item
+            elif isinstance(item, HeadwayError):
+                self.errors[name] = item
             else:
                 self.chunks.setdefault(name, []).append(item)
 
@@ -107,7 +111,7 @@ def drive(
         outcome.take(core.step())
         if not due and not core.has_work:
             break
-    assert outcome.completions.keys() == {str(request.key) for request in requests}
+    assert {**outcome.completions, **outcome.errors}.keys() == {str(request.key) for request in requests}
     return outcome
 
 

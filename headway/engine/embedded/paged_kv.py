@@ -37,7 +37,7 @@ class PagedMemory:
         self._free: NDArray[np.int32] = np.arange(self.num_pages - 1, -1, -1, dtype=np.int32)
         self._num_free = self.num_pages
         self._num_holders = np.zeros(self.num_pages, np.int32)
-        self._copies: list[tuple[int, int]] = []
+        self._copies: dict[int, int] = {}  # target page: source page
         size = (2 * shape.num_layers, self.num_pages, PAGE, shape.num_kv_heads, shape.head_dim)
         self._kv = torch.zeros(size, dtype=dtype, device=device)
 
@@ -53,17 +53,17 @@ class PagedMemory:
         """Keys and values of one layer, each (pages, tokens of a page, K, D)."""
         return self._kv[2 * index], self._kv[2 * index + 1]
 
-    def allocate(self, num_tokens: int, donor: Pages | None = None, num_shared: int = 0) -> Pages | None:
-        """Pages for `num_tokens`, those that are whole within the first `num_shared` being the donor's."""
+    def allocate(self, num_tokens: int, source: Pages | None = None, num_shared: int = 0) -> Pages | None:
+        """Pages for `num_tokens`, those that are whole within the first `num_shared` being the source's."""
         row = Pages(np.zeros(self.max_pages, np.int32), 0)
-        return row if self._fill(row, _num_pages(num_tokens), donor, num_shared) else None
+        return row if self._fill(row, _num_pages(num_tokens), source, num_shared) else None
 
-    def _fill(self, row: Pages, num_pages: int, donor: Pages | None, num_shared: int) -> bool:
-        num_forked = num_shared // PAGE if donor is not None else 0
+    def _fill(self, row: Pages, num_pages: int, source: Pages | None, num_shared: int) -> bool:
+        num_forked = num_shared // PAGE if source is not None else 0
         if num_pages - num_forked > self._num_free:
             return False
-        if donor is not None:
-            row.ids[:num_forked] = donor.ids[:num_forked]
+        if source is not None:
+            row.ids[:num_forked] = source.ids[:num_forked]
             self._num_holders[row.ids[:num_forked]] += 1
             row.num_pages = num_forked
         self._take(row, num_pages)
@@ -81,14 +81,16 @@ class PagedMemory:
     def copy(self, source: Pages, target: Pages, num_tokens: int) -> None:
         """Fork: what is not shared already is copied before the model next runs."""
         for place in range(_num_pages(num_tokens)):
-            if source.ids[place] != target.ids[place]:
-                self._copies.append((int(source.ids[place]), int(target.ids[place])))
+            page = int(source.ids[place])
+            if page != target.ids[place]:
+                # A source that is itself still to be copied holds nothing yet.
+                self._copies[int(target.ids[place])] = self._copies.get(page, page)
 
     def flush(self) -> None:
         """Carry out the copies that forks asked for, all at once."""
         if self._copies:
-            pairs = torch.tensor(self._copies, device=self._kv.device)
-            self._kv[:, pairs[:, 1]] = self._kv[:, pairs[:, 0]]
+            pairs = torch.tensor(list(self._copies.items()), device=self._kv.device)
+            self._kv[:, pairs[:, 0]] = self._kv[:, pairs[:, 1]]
             self._copies.clear()
 
     def grow(self, row: Pages, num_tokens: int) -> bool:
@@ -104,11 +106,14 @@ class PagedMemory:
         self._release(row.ids[num_pages : row.num_pages])
         row.num_pages = num_pages
 
-    def renew(self, row: Pages, donor: Pages | None = None, num_shared: int = 0) -> bool:
+    def renew(self, row: Pages, source: Pages | None = None, num_shared: int = 0) -> bool:
         """Other pages for the same number of tokens; on False the row holds none and is to be freed."""
         num_pages = row.num_pages
         self.free(row)
-        return self._fill(row, num_pages, donor, num_shared)
+        return self._fill(row, num_pages, source, num_shared)
+
+    def clear(self, row: Pages) -> None:
+        """Nothing to do: kernels read no token past a sequence's end, and shared pages are others' too."""
 
     def free(self, row: Pages) -> None:
         self._release(row.held)

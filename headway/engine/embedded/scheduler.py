@@ -1,9 +1,12 @@
-"""The embedded engine's core: continuous batching over one model, one `step` at a time. No asyncio in here.
+"""The embedded engine's scheduler: continuous batching over one model, one `step` at a time. No asyncio in here.
 
 Each step admits waiting requests while sequences and memory allow, computes prompt keys and values (about
 `prefill_chunk` tokens), then decodes every sequence whose keys and values are complete. A sequence always decodes from
 its last token, so a fresh prompt, a forked prompt, an interrupted and a preempted sequence all look alike: what is
 missing is prefilled, the rest is decode. Which device does the arithmetic is the executor's business.
+
+Urgent requests are admitted before all others and preempt training sequences, the youngest first, up to the whole
+engine. Preempted sequences wait ahead of those that were never admitted, in their old order.
 
 Invariants that live here:
   3. The engine stamps versions: a token is stamped with the version whose weights sampled it, as it is sampled.
@@ -13,7 +16,8 @@ Invariants that live here:
 """
 
 import time
-from collections import Counter, defaultdict, deque
+from collections import deque
+from itertools import chain
 
 import numpy as np
 import torch
@@ -22,10 +26,11 @@ from transformers import PreTrainedModel
 from headway.config import EngineSection
 from headway.engine.completion import DecodeText, check_request, check_tokens
 from headway.engine.embedded.cpu import CpuExecutor
-from headway.engine.embedded.sequence import Executor, Row, RunningSequence
-from headway.engine.embedded.step_interval import Pace
+from headway.engine.embedded.prompt_cache import PromptCache
+from headway.engine.embedded.sequence import Executor, RunningSequence
+from headway.engine.embedded.step_interval import StepInterval
 from headway.engine.protocol import KvPolicy
-from headway.errors import InvariantBroken
+from headway.errors import HeadwayError, InvariantBroken, RequestRefused
 from headway.types import (
     Chunk,
     Completion,
@@ -40,12 +45,13 @@ from headway.types import (
     WeightUpdate,
 )
 
-Output = tuple[str, Chunk | Completion]
+Output = tuple[str, Chunk | Completion | HeadwayError]
+"""A request's name, and what its caller gets next; an error ends that request alone."""
 
-_FEW_STEPS = 8
-"""Tokens sampled between two chunks of prompts: running sequences go on, and a batch still fills up fast."""
-_LOOKS_AHEAD = 2
-"""What is begun leaves room for the tokens of so many looks to come: memory filled to the brim preempts at each."""
+_SHORT_INTERVAL = 8
+"""Steps between two chunks of prompts: running sequences go on, and a batch still fills up fast."""
+_INTERVALS_AHEAD = 2
+"""Admission leaves room for the tokens of this many intervals: memory filled to the brim preempts at each one."""
 
 
 def make_executor(
@@ -77,33 +83,30 @@ class EngineCore:
         self._decode_text = decode_text
         self._executor = make_executor(self.model, section, max_context, deterministic, kv_share)
         self._memory = self._executor.memory
+        self._prompts = PromptCache(self._memory, self.version)
+        self._urgent: deque[RunningSequence] = deque()  # waiting, as are those in `_waiting`
         self._waiting: deque[RunningSequence] = deque()
-        self._waiting_prefixes: Counter[bytes] = Counter()
         self._running: list[RunningSequence] = []
-        self._families: defaultdict[bytes, list[RunningSequence]] = defaultdict(list)  # those running, by their prompt
-        self._donors: dict[bytes, RunningSequence] = {}
-        self._retained: dict[bytes, RunningSequence] = {}
         self._outbox: list[Output] = []
         self._num_generated = self._num_prefilled = self._num_recomputed = self._num_preempted = 0
         self._busy_s = 0.0
-        self._pace = Pace(max_context, measures=not deterministic)
-        self._proof_is_due = False
+        self._interval = StepInterval(max_context, measures=not deterministic)
+        self._expects_score = False
 
     @property
     def has_work(self) -> bool:
-        admits = bool(self._waiting) and not (self._draining and self._waiting[0].fresh)
-        return bool(self._running or self._outbox) or admits
+        return bool(self._running or self._outbox) or self._next_waiting() is not None
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is under way: no sequence runs, and none that was preempted waits to go on."""
-        return not self._running and all(live.fresh for live in self._waiting)
+        """No request is in flight: no sequence runs, and none that was preempted waits to go on."""
+        return not self._running and all(sequence.fresh for sequence in chain(self._urgent, self._waiting))
 
     def stats(self) -> EngineStats:
         return EngineStats(
             version=self.version,
             running=len(self._running),
-            waiting=len(self._waiting),
+            waiting=len(self._urgent) + len(self._waiting),
             num_generated=self._num_generated,
             num_prefilled=self._num_prefilled,
             num_recomputed=self._num_recomputed,
@@ -115,37 +118,29 @@ class EngineCore:
 
     def submit(self, request: Request) -> None:
         check_request(request, self.max_context, self.model.config.vocab_size)
-        live = RunningSequence(request, self.max_context, self._decode_text)
-        if live.stop is not None:
-            self._outbox.append((live.name, live.completion()))
-            return
-        if not live.fresh or (request.urgent and not self._draining):
-            self._waiting.appendleft(live)
+        sequence = RunningSequence(request, self.max_context, self._decode_text)
+        if sequence.stop is not None:
+            self._outbox.append((sequence.name, sequence.completion()))
         else:
-            self._waiting.append(live)
-        if live.fresh:
-            self._waiting_prefixes[live.prefix] += 1
+            self._wait(sequence, first=not sequence.fresh)
 
     def abort(self, key: RequestKey) -> None:
         name = str(key)
-        for live in [*self._running, *self._waiting]:
-            if live.name == name:
-                if live in self._running:
-                    self._running.remove(live)
-                else:
-                    self._waiting.remove(live)
-                    self._forget_waiting(live)
-                self._finish(live, StopReason.ABORTED)
-        self._drop_unwanted()
+        for queue in (self._running, self._urgent, self._waiting):
+            for sequence in [sequence for sequence in queue if sequence.name == name]:
+                queue.remove(sequence)
+                if queue is not self._running:
+                    self._prompts.release(sequence)
+                self._finish(sequence, StopReason.ABORTED)
 
     def drop(self, key: RequestKey) -> None:
-        """End a request nobody listens to any more, and say nothing."""
+        """End a request without output, because its caller is gone."""
         self.abort(key)
         self._outbox = [(name, item) for name, item in self._outbox if name != str(key)]
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """Admit, prefill, decode; what the requests have to be told."""
+        """Admit, prefill, decode; the requests' outputs."""
         started = time.perf_counter()
         self._admit()
         self._prefill()
@@ -160,218 +155,158 @@ class EngineCore:
 
     # Admission and memory
 
+    def _wait(self, sequence: RunningSequence, first: bool) -> None:
+        queue = self._urgent if sequence.request.urgent else self._waiting
+        if first:
+            queue.appendleft(sequence)
+        else:
+            queue.append(sequence)
+        self._prompts.acquire(sequence)
+
+    def _next_waiting(self) -> RunningSequence | None:
+        """The sequence to admit next; while draining, only one that has begun."""
+        queues = (self._urgent, self._waiting)
+        return next((queue[0] for queue in queues if queue and not (self._draining and queue[0].fresh)), None)
+
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.section.max_num_seqs:
-            live = self._waiting[0]
-            if self._draining and live.fresh:
+        while (sequence := self._next_waiting()) is not None:
+            if self._place(sequence):
+                (self._urgent if sequence.request.urgent else self._waiting).popleft()
+                self._running.append(sequence)
+            elif not (sequence.request.urgent and self._preempt_training()):
                 return
-            # Prefilled, what was sampled would differ in its last bits; a replay takes the very steps it took before.
-            replays = self.deterministic and not live.fresh
-            live.donor = self._donor(live) if live.fresh else None
-            num_tokens = (live.num_prompt if replays else live.num_tokens) + 1
-            if not self._has_room(num_tokens):
-                return
-            row = self._memory.allocate(num_tokens, *self._forked(live))
-            if row is None:
-                if not self._release_retained():
-                    return
-                continue
-            self._waiting.popleft()
-            live.row, live.num_cached, live.kv_version, live.replays = row, 0, self.version, replays
-            if live.fresh:
-                self._donors.setdefault(live.prefix, live)
-                self._forget_waiting(live)
-            self._running.append(live)
-            self._families[live.prefix].append(live)
+
+    def _place(self, sequence: RunningSequence) -> bool:
+        """Give the sequence a row, if there is room in batch and memory."""
+        # Prefilled, what was sampled would differ in its last bits; a replay takes the very steps it took before.
+        sequence.replays = self.deterministic and not sequence.fresh
+        num_tokens = (sequence.num_prompt if sequence.replays else sequence.num_tokens) + 1
+        if len(self._running) >= self.section.max_num_seqs or not self._has_room(num_tokens):
+            return False
+        while not self._prompts.allocate(sequence, num_tokens):
+            if not self._prompts.release_retained():
+                return False
+        return True
 
     def _has_room(self, num_tokens: int) -> bool:
-        """That none of those running has to go again at once to make room for the others' next tokens."""
-        coming = len(self._running) * self._num_steps(len(self._running) + 1) * _LOOKS_AHEAD
+        """Whether the running sequences' next tokens fit too, so that none is preempted at once."""
+        coming = len(self._running) * self._num_steps(len(self._running) + 1) * _INTERVALS_AHEAD
         return not self._running or self._memory.num_used + num_tokens + coming <= self._memory.num_tokens
 
-    def _donor(self, live: RunningSequence) -> RunningSequence | None:
-        """The sequence whose prompt can be forked: the same prompt, under the live version."""
-        donor = self._donors.get(live.prefix)
-        if donor is not None and donor.row is not None and donor.kv_version == self.version:
-            return donor
-        self._donors.pop(live.prefix, None)
-        return None
+    def _make_room(self, sequence: RunningSequence, num_steps: int) -> None:
+        """Room for the coming tokens; while memory is full the youngest is preempted, perhaps `sequence` itself."""
+        wanted = sequence.num_cached + min(num_steps, sequence.limit - sequence.num_tokens + 1)
+        while sequence.row is not None and not self._memory.grow(sequence.row, wanted):
+            self._free_some()
 
-    @staticmethod
-    def _forked(live: RunningSequence) -> tuple[Row, int]:
-        """What of another row this one is going to share: its donor's, up to the prompt's last token."""
-        return (live.donor.row, live.num_prompt - 1) if live.donor else (None, 0)
+    def _free_some(self) -> None:
+        if not (self._prompts.release_retained() or self._preempt_training()):
+            self._preempt(self._running[-1])
 
-    def _forget_waiting(self, live: RunningSequence) -> None:
-        if live.fresh:
-            self._waiting_prefixes[live.prefix] -= 1
-            if not self._waiting_prefixes[live.prefix]:
-                del self._waiting_prefixes[live.prefix]
+    def _preempt_training(self) -> bool:
+        """Preempt the youngest sequence that is not urgent; False if there is none."""
+        victim = next((sequence for sequence in reversed(self._running) if not sequence.request.urgent), None)
+        if victim is not None:
+            self._preempt(victim)
+        return victim is not None
 
-    def _drop_unwanted(self) -> None:
-        """Nobody about to fork a retained prompt any more: its keys and values go."""
-        for prefix, retained in list(self._retained.items()):
-            if not self._is_wanted(retained):
-                self._free(self._retained.pop(prefix))
-
-    def _release_retained(self) -> bool:
-        for prefix, live in list(self._retained.items()):
-            if not self._is_awaited(live):
-                del self._retained[prefix]
-                self._free(live)
-                return True
-        return False
-
-    def _is_awaited(self, donor: RunningSequence) -> bool:
-        return any(live.donor is donor for live in self._families.get(donor.prefix, ()))
-
-    def _free(self, live: RunningSequence) -> None:
-        if live.row is not None:
-            self._memory.free(live.row)
-        live.row, live.num_cached = None, 0
-        family = self._families.get(live.prefix, [])
-        if live in family:
-            family.remove(live)
-        if not family:
-            self._families.pop(live.prefix, None)
-        if self._donors.get(live.prefix) is live:
-            del self._donors[live.prefix]
-            if (heir := self._heir(live)) is not None:
-                self._donors[live.prefix] = heir
-
-    def _make_room(self, live: RunningSequence, num_steps: int) -> None:
-        """Room for the coming tokens; while memory is full the youngest is preempted, which may be `live` itself."""
-        wanted = live.num_cached + min(num_steps, live.limit - live.num_tokens + 1)
-        while live.row is not None and not self._memory.grow(live.row, wanted):
-            if not self._release_retained():
-                self._preempt_youngest()
-
-    def _preempt_youngest(self) -> None:
-        """Take the youngest sequence's memory; it waits at the front, keeping every token it has."""
-        victim = self._running.pop()
+    def _preempt(self, sequence: RunningSequence) -> None:
+        """Take the sequence's memory; it waits at the front with all its tokens."""
+        self._running.remove(sequence)
         self._num_preempted += 1
-        self._num_recomputed += victim.num_cached
-        self._wait_again(victim)
-
-    def _wait_again(self, live: RunningSequence) -> None:
-        self._free(live)
-        live.donor = None
-        self._waiting.appendleft(live)
-        if live.fresh:
-            self._waiting_prefixes[live.prefix] += 1
+        self._num_recomputed += sequence.num_cached
+        self._prompts.free(sequence)
+        self._wait(sequence, first=True)
 
     # Prefill
 
     def _prefill(self) -> None:
         budget = self.section.prefill_chunk
-        pending = [live for live in self._running if live.donor is None and not live.decodable]
         chosen: list[tuple[RunningSequence, int]] = []
-        for live in pending:
+        for sequence in self._running:
             if budget <= 0:
                 break
-            length = self._chunk_length(live, budget)
-            budget -= length
-            chosen.append((live, length))
+            if not sequence.awaits_prompt and not sequence.decodable:
+                chosen.append((sequence, self._chunk_length(sequence, budget)))
+                budget -= chosen[-1][1]
         if not chosen:
             return
         self._executor.prefill(chosen)
-        for live, length in chosen:
-            live.num_cached += length
+        for sequence, length in chosen:
+            sequence.num_cached += length
             self._num_prefilled += length
+            self._prompts.computed(sequence)
 
-    def _chunk_length(self, live: RunningSequence, budget: int) -> int:
-        """Fixed chunks of the prompt alone in deterministic mode, so that whoever forks it gets the same numbers."""
-        stop = live.num_tokens - 1
+    def _chunk_length(self, sequence: RunningSequence, budget: int) -> int:
+        """Fixed chunks of the prompt alone in deterministic mode, so that every fork of it gets the same numbers."""
+        stop = sequence.num_tokens - 1
         if not self.deterministic:
-            return min(budget, stop - live.num_cached)
-        if live.num_cached < live.num_prompt - 1:
-            stop = live.num_prompt - 1
-        return min(self.section.prefill_chunk, stop - live.num_cached)
+            return min(budget, stop - sequence.num_cached)
+        if sequence.num_cached < sequence.num_prompt - 1:
+            stop = sequence.num_prompt - 1
+        return min(self.section.prefill_chunk, stop - sequence.num_cached)
 
     def _fork(self) -> None:
-        for live in self._running:
-            donor, wanted = live.donor, live.num_prompt - 1
-            if donor is None:
-                continue
-            if donor.row is None or donor.kv_version != self.version:
-                # Gone before it could be forked: fork another, or be the one that computes the prompt.
-                live.donor = self._donor(live)
-                self._donors.setdefault(live.prefix, live)
-            elif donor.num_cached >= wanted:
-                self._memory.copy(donor.row, live.row, wanted)
-                live.num_cached, live.donor = wanted, None
-        self._drop_unwanted()
+        for sequence in self._running:
+            if sequence.awaits_prompt:
+                self._prompts.advance(sequence)
 
     # Decode
 
     def _decode(self) -> None:
         started = time.perf_counter()
-        ready = [live for live in self._running if live.donor is None and live.decodable]
+        ready = [sequence for sequence in self._running if not sequence.awaits_prompt and sequence.decodable]
         num_steps = self._num_steps(len(ready))
-        # Others wait for their prompt's next chunk, or whoever swapped is about to ask for a score.
-        if len(ready) < len(self._running) or self._proof_is_due:
-            num_steps = min(num_steps, _FEW_STEPS)
-        for live in ready:
-            self._make_room(live, num_steps)
-        ready = [live for live in ready if live.row is not None]
+        # Others wait for their prompt's next chunk, or the score that follows a swap is about to be asked for.
+        if len(ready) < len(self._running) or self._expects_score:
+            num_steps = min(num_steps, _SHORT_INTERVAL)
+        for sequence in ready:
+            self._make_room(sequence, num_steps)
+        ready = [sequence for sequence in ready if sequence.row is not None]
         if not ready:
             return
-        self._proof_is_due = False
-        for live, (tokens, logprobs) in zip(ready, self._executor.decode(ready, num_steps), strict=True):
-            if live.up_to_date:
-                self._take_tokens(live, tokens, logprobs)
+        self._expects_score = False
+        decoded = self._executor.decode(ready, num_steps)
+        for sequence, (tokens, logprobs) in zip(ready, decoded, strict=True):
+            if sequence.up_to_date:
+                self._take_tokens(sequence, tokens, logprobs)
             else:
-                live.num_cached += 1
-        self._running = [live for live in self._running if live.row is not None]
-        self._pace.looked(time.perf_counter() - started, self._executor.device_s, num_steps)
+                sequence.num_cached += 1
+        self._running = [sequence for sequence in self._running if sequence.row is not None]
+        self._interval.decoded(time.perf_counter() - started, self._executor.device_s, num_steps)
 
     def _num_steps(self, num_rows: int) -> int:
-        """Tokens between two looks."""
-        return self._pace.num_steps(self._executor.num_steps(num_rows))
+        """Tokens between two host synchronisations."""
+        return self._interval.num_steps(self._executor.num_steps(num_rows))
 
-    def _take_tokens(self, live: RunningSequence, tokens: Ints, logprobs: Floats) -> None:
-        num_new = live.extend(tokens, logprobs, self.version)
-        live.num_cached = live.num_tokens - 1
-        if live.request.key.stream == "train":
+    def _take_tokens(self, sequence: RunningSequence, tokens: Ints, logprobs: Floats) -> None:
+        if not np.isfinite(logprobs).all():
+            self._fail(sequence)
+            return
+        num_new = sequence.extend(tokens, logprobs, self.version)
+        sequence.num_cached = sequence.num_tokens - 1
+        if sequence.request.key.stream == "train":
             self._num_generated += num_new
-        if live.stop is not None:
-            self._finish(live, live.stop)
-        elif live.num_tokens - live.num_sent >= self.section.tokens_per_chunk:
-            self._outbox.append((live.name, live.take_chunk()))
+        if sequence.stop is not None:
+            self._finish(sequence, sequence.stop)
+        elif sequence.num_tokens - sequence.num_sent >= self.section.tokens_per_chunk:
+            self._outbox.append((sequence.name, sequence.take_chunk()))
 
-    def _finish(self, live: RunningSequence, stop: StopReason) -> None:
-        """Release the sequence, leaving its prompt's keys and values behind while others wait to fork them."""
-        if live.num_tokens > live.num_sent:
-            self._outbox.append((live.name, live.take_chunk()))
-        self._outbox.append((live.name, live.completion(stop)))
+    def _fail(self, sequence: RunningSequence) -> None:
+        """The model's logits are not finite: only this request ends, with an error."""
+        problem = f"the logits after its {sequence.num_tokens} tokens are not finite under version {self.version}"
+        sentence = f"request {sequence.name} cannot be generated: {problem}; check the model, or use a wider dtype"
+        self._outbox.append((sequence.name, RequestRefused(sentence)))
+        self._prompts.free(sequence, is_poisoned=True)
+
+    def _finish(self, sequence: RunningSequence, stop: StopReason) -> None:
+        if sequence.num_tokens > sequence.num_sent:
+            self._outbox.append((sequence.name, sequence.take_chunk()))
+        self._outbox.append((sequence.name, sequence.completion(stop)))
         if stop != StopReason.ABORTED:
-            self._pace.ended(live.num_sampled)
-        if self._donors.get(live.prefix) is live and self._is_wanted(live) and self._heir(live) is None:
-            self._retain(live)
-        self._free(live)
-
-    def _retain(self, live: RunningSequence) -> None:
-        retained = RunningSequence(live.request, self.max_context)
-        retained.row, live.row = live.row, None
-        self._memory.shrink(retained.row, live.num_prompt - 1)
-        retained.kv_version, retained.num_cached = live.kv_version, live.num_prompt - 1
-        self._donors[live.prefix] = self._retained[live.prefix] = retained
-        for other in self._families[live.prefix]:
-            if other.donor is live:
-                other.donor = retained
-
-    def _is_wanted(self, live: RunningSequence) -> bool:
-        waited_for = self._waiting_prefixes.get(live.prefix) or self._is_awaited(live)
-        return bool(waited_for) and live.kv_version == self.version and live.num_cached >= live.num_prompt - 1
-
-    def _heir(self, live: RunningSequence) -> "RunningSequence | None":
-        """Another running sequence that has the same prompt under the live version."""
-        wanted = live.num_prompt - 1
-        for other in self._families.get(live.prefix, ()):
-            settled = other.row is not None and other.donor is None and other.kv_version == self.version
-            if settled and other is not live and other.prefix == live.prefix and other.num_cached >= wanted:
-                return other
-        return None
+            self._interval.ended(sequence.num_sampled)
+        if sequence.row is not None:
+            self._prompts.free(sequence)
 
     # Weights
 
@@ -383,9 +318,12 @@ class EngineCore:
         self._executor.stage(update)
 
     def drain(self) -> None:
-        """Until the next swap, begin nothing new; what is under way, preempted sequences too, goes on."""
+        """Until the next swap, begin nothing new; sequences in flight, preempted ones too, go on."""
         self._draining = True
-        self._waiting = deque(sorted(self._waiting, key=lambda live: live.fresh))
+        for queue in (self._urgent, self._waiting):
+            begun_first = sorted(queue, key=lambda sequence: sequence.fresh)
+            queue.clear()
+            queue.extend(begun_first)
 
     def swap(self, version: int, kv: KvPolicy) -> SwapReport:
         """Make the staged weights live. Runs between two steps, so that no token straddles two versions."""
@@ -393,31 +331,27 @@ class EngineCore:
             raise InvariantBroken(f"version {version} was not staged; staged is {self._executor.staged_version}")
         started = time.perf_counter()
         prints = self._executor.swap()
-        self.version, self._draining, self._proof_is_due = version, False, True
+        self.version, self._draining, self._expects_score = version, False, True
         num_recomputed = self._renew_kv(kv)
         return SwapReport(
             version=version,
             fingerprints=prints,
             pause_ms=(time.perf_counter() - started) * 1e3,
-            num_interrupted=sum(not live.fresh for live in self._running),
+            num_interrupted=sum(not sequence.fresh for sequence in self._running),
             num_recomputed=num_recomputed,
         )
 
     def _renew_kv(self, kv: KvPolicy) -> int:
         """Forget keys and values the new weights may not use: all of them, or only those still being computed."""
-        for prefix in list(self._retained):
-            self._free(self._retained.pop(prefix))
-        self._donors.clear()
+        self._prompts.set_version(self.version)
         num_forgotten = 0
-        for live in list(self._running):
-            if kv == "recompute" or live.fresh or not live.decodable:
-                num_forgotten += live.num_cached
-                live.num_cached, live.kv_version, live.donor = 0, self.version, self._donor(live)
-                if self._memory.renew(live.row, *self._forked(live)):
-                    self._donors.setdefault(live.prefix, live)
-                else:
-                    self._running.remove(live)
-                    self._wait_again(live)
+        for sequence in list(self._running):
+            if kv == "recompute" or sequence.fresh or not sequence.decodable:
+                num_forgotten += sequence.num_cached
+                if not self._prompts.renew(sequence):
+                    self._running.remove(sequence)
+                    self._prompts.free(sequence)
+                    self._wait(sequence, first=True)
         self._num_recomputed += num_forgotten
         return num_forgotten
 
@@ -432,11 +366,10 @@ class EngineCore:
         check_tokens("a sequence to score", tokens, self.max_context, self.model.config.vocab_size)
         if len(tokens) < 2:
             return np.zeros(len(tokens), np.float32)
-        row = self._memory.allocate(len(tokens))
-        while row is None:
-            if not self._release_retained():
-                self._preempt_youngest()
-            row = self._memory.allocate(len(tokens))
+        while (row := self._memory.allocate(len(tokens))) is None:
+            self._free_some()
         scores = self._executor.score(tokens, row, temperature)
+        if not np.isfinite(scores).all():
+            self._memory.clear(row)
         self._memory.free(row)
         return scores

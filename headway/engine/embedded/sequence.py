@@ -1,6 +1,7 @@
 """What scheduler and executors share: a request being generated, and the contracts of memory and executor."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headway.engine.completion import DecodeText, PartialCompletion
@@ -9,6 +10,23 @@ from headway.types import Floats, Ints, Request, WeightUpdate
 
 Row = Any
 """Where one sequence's keys and values lie, as its memory describes it; None while it has no place."""
+
+
+@dataclass(eq=False)
+class CachedPrompt:
+    """A prompt's keys and values under one version: complete in `rows`, or being computed in one."""
+
+    key: tuple[bytes, int]
+    num_tokens: int
+    rows: list[Row] = field(default_factory=list)
+    computing: Row = None
+    num_members: int = 0  # sequences that have it, compute it or wait for it
+    is_retained: bool = False  # its only row belongs to no sequence
+
+    @property
+    def front(self) -> Row:
+        """The row whose pages others may share, the prompt being complete or not."""
+        return self.rows[0] if self.rows else self.computing
 
 
 class RunningSequence(PartialCompletion):
@@ -20,8 +38,8 @@ class RunningSequence(PartialCompletion):
         self.prefix = request.tokens[:-1].tobytes()
         self.row: Row = None  # while it has a place in memory
         self.num_cached = 0
-        self.kv_version = -1
-        self.donor: RunningSequence | None = None  # the sequence whose prompt this one is going to fork
+        self.prompt: CachedPrompt | None = None  # while it has a row
+        self.awaits_prompt = False  # another sequence computes it
         self.replays = False  # after a preemption in deterministic mode: decodes again what it had sampled
 
     @property
@@ -42,8 +60,8 @@ class Memory(Protocol):
     @property
     def num_used(self) -> int: ...
 
-    def allocate(self, num_tokens: int, donor: Row = None, num_shared: int = 0) -> Row:
-        """Room for `num_tokens`, of which the first `num_shared` are going to be the donor's."""
+    def allocate(self, num_tokens: int, source: Row = None, num_shared: int = 0) -> Row:
+        """Room for `num_tokens`, of which the first `num_shared` are going to be those of `source`."""
         ...
 
     def copy(self, source: Row, target: Row, num_tokens: int) -> None:
@@ -56,25 +74,33 @@ class Memory(Protocol):
         """What lies beyond the first `num_tokens` is not needed any more."""
         ...
 
-    def renew(self, row: Row, donor: Row = None, num_shared: int = 0) -> bool:
+    def renew(self, row: Row, source: Row = None, num_shared: int = 0) -> bool:
         """The row is going to be computed again: as if freed and allocated, at the size it has."""
+        ...
+
+    def clear(self, row: Row) -> None:
+        """The row holds NaN, which must not reach the next sequence in its place."""
         ...
 
     def free(self, row: Row) -> None: ...
 
 
 class Executor(Protocol):
-    """Runs the model for the scheduler: chunks of known tokens, steps of sampled ones."""
+    """Runs the model for the scheduler: chunks of known tokens, steps of sampled ones.
+
+    `decode` may return any number of tokens per sequence, so speculative decoding concerns the executor alone; so does
+    the format in which weights, keys and values are stored, since the scheduler sees only `stage` and `swap`.
+    """
 
     @property
     def memory(self) -> Memory: ...
 
     def num_steps(self, num_rows: int) -> int:
-        """The most tokens to sample between two looks of the scheduler, for so many sequences together."""
+        """The most tokens to sample between two host synchronisations, for `num_rows` sequences together."""
         ...
 
     def prefill(self, chunks: Sequence[tuple[RunningSequence, int]]) -> None:
-        """Compute keys and values of each sequence's next so many tokens."""
+        """Compute keys and values of each sequence's next tokens, as many as its chunk names."""
         ...
 
     def decode(self, ready: Sequence[RunningSequence], num_steps: int) -> list[tuple[Ints, Floats]]:
@@ -83,7 +109,7 @@ class Executor(Protocol):
 
     @property
     def device_s(self) -> float:
-        """What the steps of the last decode took on a device that works beside the host; 0 where there is none."""
+        """Seconds the last decode's steps took on a device that runs concurrently with the host; 0 without one."""
         ...
 
     def score(self, tokens: Ints, row: Row, temperature: float) -> Floats:

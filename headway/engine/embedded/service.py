@@ -10,11 +10,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.config import EngineSection
 from headway.engine.protocol import KvPolicy
-from headway.errors import RequestRefused, WorkerDied
+from headway.errors import HeadwayError, RequestRefused, WorkerDied
 from headway.runtime.compute import offload
 from headway.runtime.handle import Inbox
 from headway.types import (
@@ -28,6 +28,9 @@ from headway.types import (
     SwapReport,
     WeightUpdate,
 )
+
+if TYPE_CHECKING:
+    from headway.engine.embedded.scheduler import Output
 
 KEY_WAIT_S = 2.0
 _LOOK_S = 0.002
@@ -91,10 +94,14 @@ class EmbeddedEngine:
         self._arrived.clear()
         self._deliver(self._core.take_outputs())
 
-    def _deliver(self, outputs: list[tuple[str, Chunk | Completion]]) -> None:
+    def _deliver(self, outputs: "list[Output]") -> None:
         for name, item in outputs:
-            if name in self._streams:
-                self._streams[name].put(item)
+            if (stream := self._streams.get(name)) is None:
+                continue
+            if isinstance(item, HeadwayError):
+                stream.set_exception(item)
+            else:
+                stream.put(item)
 
     def _fail_streams(self, loop: asyncio.Task[None]) -> None:
         """Generation ended: why, for every request, instead of silence."""

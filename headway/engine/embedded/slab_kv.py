@@ -68,7 +68,7 @@ class KvMemory:
     def capacity(self, row: Row) -> int:
         return self._classes[row.size_class].capacity
 
-    def allocate(self, num_tokens: int, donor: Row | None = None, num_shared: int = 0) -> Row | None:
+    def allocate(self, num_tokens: int, source: Row | None = None, num_shared: int = 0) -> Row | None:
         """A row that holds `num_tokens`, or None when the memory is full. Rows share nothing: forking is copying."""
         number = next(i for i, size_class in enumerate(self._classes) if size_class.capacity >= num_tokens)
         size_class = self._classes[number]
@@ -116,7 +116,10 @@ class KvMemory:
     def shrink(self, row: Row, num_tokens: int) -> None:
         """A row has one capacity: nothing is gained."""
 
-    def renew(self, row: Row, donor: Row | None = None, num_shared: int = 0) -> bool:
+    def clear(self, row: Row) -> None:
+        self._view_LKSD(row).zero_()
+
+    def renew(self, row: Row, source: Row | None = None, num_shared: int = 0) -> bool:
         return True
 
     def _position(self, row: Row) -> int:

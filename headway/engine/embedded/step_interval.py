@@ -1,33 +1,33 @@
-"""How many tokens to sample between two looks of the host at what was sampled."""
+"""The number of decode steps between two host synchronisations."""
 
 import math
 
 _FEWEST = 8
-_COST = 2.0  # of a look, in steps, as long as none was measured
+_COST = 2.0  # of a synchronisation, in steps, until one was measured
 _MOST_COST = 16.0  # beyond that something was compiled or captured
 _COST_MEMORY, _LENGTH_MEMORY = 16, 256
 
 
-class Pace:
-    """A look costs the time of some steps, and a sequence that ends idles for half of those between two looks.
+class StepInterval:
+    """Balances the cost of a synchronisation against the steps that finished sequences idle until the next one.
 
-    With n steps between looks, sequences of L tokens and looks that cost c steps, the part lost is c ÷ n + n ÷ 2L: the
-    least where n = √(2 · L · c). Both L and c are what was seen lately.
+    With n steps in between, sequences of L tokens and synchronisations that cost c steps, the part lost is
+    c ÷ n + n ÷ 2L: the least where n = √(2 · L · c). Both L and c are running means.
     """
 
     def __init__(self, length: float, measures: bool) -> None:
-        """`length` is what sequences are taken for until some have ended; without `measures`, c is taken for known."""
+        """`length` is the assumed L until sequences have ended; without `measures`, c stays the assumed one."""
         self._length, self._measures = length, measures
         self._num_ended, self._cost = 0, _COST
 
     def ended(self, length: int) -> None:
-        """A sequence of so many sampled tokens has come to its end."""
+        """A sequence of `length` sampled tokens has ended."""
         self._num_ended += 1
         self._length += (length - self._length) / min(self._num_ended, _LENGTH_MEMORY)
 
-    def looked(self, wall_s: float, device_s: float, num_steps: int) -> None:
-        """What the decoding of so many steps took, and how much of it the device needed; what rows that come and go
-        cost besides is the same however often one looks."""
+    def decoded(self, wall_s: float, device_s: float, num_steps: int) -> None:
+        """The duration of one interval, and the part of it the device needed; the cost of rows that come and go is
+        the same for every interval."""
         if self._measures and device_s > 0:
             cost = max(0.0, wall_s - device_s) / device_s * num_steps
             self._cost += (min(cost, _MOST_COST) - self._cost) / _COST_MEMORY

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 import training
-from driving import Swapper, alone, drive, make_core, make_request, plain_model, prompt, teacher_forced
+from driving import Swapper, alone, drive, group_of, make_core, make_request, plain_model, prompt, teacher_forced
 
 from headway.engine.embedded import native
 from headway.engine.embedded.decoder import TorchOperations
+from headway.errors import RequestRefused
 
 VARIANTS = ["llama", "llama-untied", "qwen2", "qwen3", "llama-wide", "qwen2-wide"]
 VARIANTS += ["mistral", "gemma", "gemma2", "gemma2-untied", "gemma2-wide", "gemma3_text"]
@@ -84,12 +85,44 @@ def test_the_two_kinds_of_operations_agree_in_bfloat16(
     assert np.abs(found[0] - found[1]).max() < 5e-2
 
 
-def test_a_number_that_is_none_stays_visible(tiny_model: str, operations: str) -> None:
-    """A broken weight must reach the log-prob, where the trainer looks, and not be clamped away on its way."""
+def test_weights_that_give_nan_end_requests_with_an_error_and_scores_with_nan(tiny_model: str, operations: str) -> None:
+    """A broken weight must reach whoever compares scores, and never a trajectory."""
     core = make_core(tiny_model, deterministic=False)
     core.model.get_parameter("model.layers.0.input_layernorm.weight").data.fill_(float("nan"))
-    request = make_request(prompt(8), max_tokens=2)
-    assert np.isnan(drive(core, [request])[request].logprobs).all()
+    outcome = drive(core, [make_request(prompt(8), max_tokens=2)])
+    assert not outcome.completions and "are not finite" in str(outcome.errors["train/0/0/0"])
+    assert np.isnan(core.score((prompt(8),), 1.0).logprobs[0][1:]).all()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_request_whose_logits_are_nan_fails_alone_and_leaves_nothing_behind(
+    tiny_variant: Callable[[str], str], operations: str, deterministic: bool
+) -> None:
+    """One token's embedding is NaN: the request that holds it is named, and neither those beside it nor those that
+    get its place in memory afterwards notice."""
+    path = tiny_variant("llama-untied")
+    requests = [*group_of(3, prompt(40), max_tokens=30), make_request(prompt(70, seed=1), group=1, max_tokens=40)]
+    calm = drive(make_core(path, deterministic), requests)
+    seen = {*prompt(40).tolist(), *prompt(70, seed=1).tolist(), *(t for r in requests for t in calm[r].tokens.tolist())}
+    poison = next(token for token in range(50) if token not in seen)
+    core = make_core(path, deterministic)
+    core.model.get_parameter("model.embed_tokens.weight").data[poison] = float("nan")
+    poisoned = [
+        make_request(np.append(prompt(39), poison).astype(np.int32), group=5, max_tokens=30),
+        *group_of(2, np.append(prompt(9), [poison, 5]).astype(np.int32), group=6, max_tokens=30),
+    ]
+    together = drive(core, [poisoned[0], *requests, *poisoned[1:]])
+    assert together.errors.keys() == {str(request.key) for request in poisoned}
+    error = together.errors["train/5/0/0"]
+    assert isinstance(error, RequestRefused)
+    assert "request train/5/0/0 cannot be generated: the logits after its 40 tokens are not finite" in str(error)
+    drive(core, poisoned)
+    core.score((poisoned[0].tokens,), 1.0)
+    for outcome in (together, drive(core, requests)):
+        for request in requests:
+            assert outcome[request].tokens.tolist() == calm[request].tokens.tolist()
+            assert np.abs(outcome[request].logprobs - calm[request].logprobs).max() < (1e-9 if deterministic else 1e-5)
+    assert core.stats().kv_used == 0
 
 
 def test_without_a_compiler_there_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def test_a_prompt_half_computed_at_a_swap_is_computed_anew(tiny_model: str) -> N
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_an_aborted_donor_leaves_its_riders_a_prompt_that_is_computed_once_more_not_once_each(
+def test_aborting_the_sequence_that_computes_a_prompt_has_it_computed_once_more_not_once_each(
     tiny_model: str, deterministic: bool
 ) -> None:
     requests = group_of(4, prompt(100), max_tokens=8)
@@ -162,13 +162,43 @@ def test_an_abort_ends_running_and_waiting_requests_and_no_others(tiny_model: st
     assert core.stats().kv_used == 0 and core.stats().waiting == 0
 
 
-def test_an_urgent_request_goes_ahead_of_those_that_wait_and_stops_none_that_runs(tiny_model: str) -> None:
+def test_urgent_requests_go_ahead_and_preempt_training_which_goes_on_in_its_old_order(tiny_model: str) -> None:
+    """Two run and two wait when three urgent ones come: those have the whole engine, in their order, and nobody else's
+    tokens change by it."""
     requests = [make_request(prompt(20, seed=i), group=i, max_tokens=10) for i in range(4)]
-    requests.append(make_request(prompt(20, seed=9), group=9, max_tokens=10, urgent=True))
-    outcome = drive(make_core(tiny_model, max_num_seqs=1), requests, arrivals=[0, 0, 0, 0, 3])
-    assert [name.split("/")[1] for name in outcome.completions] == ["0", "9", "1", "2", "3"]
+    urgent = [make_request(prompt(20, seed=9), group=10 + i, max_tokens=6 + i, urgent=True) for i in range(3)]
+    core = make_core(tiny_model, max_num_seqs=2)
+    outcome = drive(core, [*requests, *urgent], arrivals=[0, 0, 0, 0, 3, 3, 3])
+    groups = [int(name.split("/")[1]) for name in outcome.completions]
+    assert groups == [10, 11, 12, 0, 1, 2, 3] and core.stats().num_preempted == 2
+    for request in [*requests, *urgent]:
+        expected = alone(tiny_model, request, max_num_seqs=2)
+        assert_same_tokens(outcome[request], expected)
+        assert outcome[request].logprobs.tobytes() == expected.logprobs.tobytes()
+    assert core.stats().kv_used == 0
+
+
+def test_urgent_requests_take_memory_from_training_and_training_takes_none_from_them(tiny_model: str) -> None:
+    """Memory for two long sequences is taken by training; the urgent ones get it, and all complete."""
+    requests = [make_request(prompt(250, seed=i), group=i, max_tokens=100) for i in range(6)]
+    urgent = [make_request(prompt(250, seed=9), group=10 + i, max_tokens=150, urgent=True) for i in range(4)]
+    core = make_core(tiny_model, max_num_seqs=8, kv_tokens=SMALL)
+    outcome = drive(core, [*requests, *urgent], arrivals=[0] * 6 + [20] * 4)
+    order = [int(name.split("/")[1]) for name in outcome.completions]
+    assert sorted(order[:4]) == [10, 11, 12, 13] and core.stats().num_preempted > 0
+    for request in [*requests, *urgent]:
+        assert_same_tokens(outcome[request], alone(tiny_model, request))
+
+
+def test_a_preempted_group_forks_its_retained_prompt_instead_of_computing_it_again(tiny_model: str) -> None:
+    requests = group_of(4, prompt(100), max_tokens=30)
+    urgent = [make_request(prompt(30, seed=3), 9, i, max_tokens=40, urgent=True) for i in range(4)]
+    core = make_core(tiny_model, deterministic=False, max_num_seqs=4)
+    outcome = drive(core, [*requests, *urgent], arrivals=[0] * 4 + [10] * 4)
+    assert core.stats().num_preempted == 4
+    assert core.stats().num_prefilled < 99 + 29 + 4 * 12, "beside the prompts, only what was sampled before"
     for request in requests:
-        assert_same_tokens(outcome[request], alone(tiny_model, request, max_num_seqs=1))
+        assert_same_tokens(outcome[request], alone(tiny_model, request, deterministic=False))
 
 
 def test_aborting_the_last_that_waits_for_a_prompt_frees_it(tiny_model: str) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from headway.engine.embedded.step_interval import Pace
+from headway.engine.embedded.step_interval import StepInterval
 
 
 def lost(num_steps: int, lengths: list[int], cost: float) -> float:
@@ -20,39 +20,39 @@ def lost(num_steps: int, lengths: list[int], cost: float) -> float:
 @pytest.mark.parametrize("mean", [60, 400, 3000])
 def test_so_many_steps_as_lose_the_least_are_taken_between_two_looks(mean: int, cost: float) -> None:
     lengths = np.random.default_rng(0).lognormal(np.log(mean), 0.5, 2000).astype(int).clip(1).tolist()
-    pace = Pace(8192.0, measures=True)
+    pace = StepInterval(8192.0, measures=True)
     for length in lengths:
         pace.ended(length)
     for _ in range(200):
-        pace.looked(wall_s=0.02 * (32 + cost), device_s=0.02 * 32, num_steps=32)
+        pace.decoded(wall_s=0.02 * (32 + cost), device_s=0.02 * 32, num_steps=32)
     chosen = pace.num_steps(most=1000)
     assert lost(chosen, lengths, cost) < 1.03 * min(lost(n, lengths, cost) for n in range(8, 1000))
 
 
 def test_nothing_known_yet_long_sequences_are_expected() -> None:
-    pace = Pace(8192.0, measures=True)
+    pace = StepInterval(8192.0, measures=True)
     assert pace.num_steps(most=64) == 64 and pace.num_steps(most=1) == 1
     pace.ended(6)
     assert pace.num_steps(most=64) == 8, "and no fewer"
 
 
 def test_a_look_that_compiled_something_counts_no_more_than_a_very_slow_one() -> None:
-    once, slow = Pace(100.0, measures=True), Pace(100.0, measures=True)
-    once.looked(wall_s=60.0, device_s=0.1, num_steps=32)
-    slow.looked(wall_s=0.15, device_s=0.1, num_steps=32)
+    once, slow = StepInterval(100.0, measures=True), StepInterval(100.0, measures=True)
+    once.decoded(wall_s=60.0, device_s=0.1, num_steps=32)
+    slow.decoded(wall_s=0.15, device_s=0.1, num_steps=32)
     assert once.num_steps(64) == slow.num_steps(64)
 
 
 def test_what_is_to_be_repeated_exactly_does_not_depend_on_time() -> None:
-    timed, blind = Pace(400.0, measures=True), Pace(400.0, measures=False)
+    timed, blind = StepInterval(400.0, measures=True), StepInterval(400.0, measures=False)
     for pace in (timed, blind):
         for _ in range(50):
-            pace.looked(wall_s=0.2, device_s=0.1, num_steps=8)
-    assert blind.num_steps(1000) == Pace(400.0, measures=False).num_steps(1000) != timed.num_steps(1000)
+            pace.decoded(wall_s=0.2, device_s=0.1, num_steps=8)
+    assert blind.num_steps(1000) == StepInterval(400.0, measures=False).num_steps(1000) != timed.num_steps(1000)
 
 
 def test_where_no_device_works_beside_the_host_nothing_is_learnt() -> None:
-    pace = Pace(400.0, measures=True)
+    pace = StepInterval(400.0, measures=True)
     before = pace.num_steps(1000)
-    pace.looked(wall_s=0.2, device_s=0.0, num_steps=8)
+    pace.decoded(wall_s=0.2, device_s=0.0, num_steps=8)
     assert pace.num_steps(1000) == before
