@@ -71,16 +71,15 @@ class Hall:
         from headway.engine.fake import FakeEngine
 
         self._engines = [FakeEngine(MEAN_TOKENS, seconds_per_token, len(ALPHABET)) for _ in range(num_engines)]
+        self._started = asyncio.Event()
 
-    async def open(self) -> None:
-        for engine in self._engines:
-            await engine.pause()
+    async def open(self) -> None: ...
 
     async def go(self) -> None:
-        for engine in self._engines:
-            await engine.resume()
+        self._started.set()
 
     async def generate(self, number: int, request: Request) -> AsyncIterator[Chunk | Completion]:
+        await self._started.wait()
         async for item in self._engines[number].generate(request):
             yield item
 
@@ -122,12 +121,6 @@ class Guest:
     async def swap(self, version: int, kv: "KvPolicy") -> SwapReport:
         report: SwapReport = await self._ask("swap", version, kv)
         return report
-
-    async def pause(self) -> None:
-        await self._ask("pause")
-
-    async def resume(self) -> None:
-        await self._ask("resume")
 
     async def stats(self) -> EngineStats:
         stats: EngineStats = await self._ask("stats")

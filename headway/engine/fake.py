@@ -33,8 +33,6 @@ class FakeEngine:
         self.version = 0
         self._staged: WeightUpdate | None = None
         self._running: dict[str, asyncio.Event] = {}
-        self._going = asyncio.Event()
-        self._going.set()
         self._num_generated = 0
 
     @property
@@ -50,13 +48,11 @@ class FakeEngine:
         num_known = min(len(sampled.tokens), len(tokens))
         half = (len(tokens) - num_known) // 2
         try:
-            await self._going.wait()
             first = self._sample(request, tokens[num_known : num_known + half])
             yield first
             if self.seconds_per_token:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(aborted.wait(), (len(tokens) - num_known) * self.seconds_per_token)
-            await self._going.wait()
             rest = tokens[:0] if aborted.is_set() else tokens[num_known + half :]
             last = self._sample(request, rest)
             whole = Chunk.join([sampled, first, last])
@@ -100,14 +96,7 @@ class FakeEngine:
         self.version = version
         return SwapReport(version, self._staged.fingerprints, 0.0, len(self._running), 0)
 
-    async def pause(self) -> None:
-        self._going.clear()
-
-    async def resume(self) -> None:
-        self._going.set()
-
     async def stats(self) -> EngineStats:
         return EngineStats(self.version, len(self._running), 0, self._num_generated, 0, 0, 0, 0.0, 0, 1)
 
-    async def close(self) -> None:
-        self._going.set()
+    async def close(self) -> None: ...

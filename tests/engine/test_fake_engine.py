@@ -102,20 +102,6 @@ def test_a_version_that_was_not_staged_cannot_go_live() -> None:
     run(scenario())
 
 
-def test_a_paused_engine_completes_nothing_until_resumed() -> None:
-    async def scenario() -> None:
-        engine = FakeEngine()
-        await engine.pause()
-        task = asyncio.create_task(complete(engine, make_request()))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not task.done() and (await engine.stats()).num_generated == 0
-        await engine.resume()
-        assert (await task).stop == StopReason.STOP
-
-    run(scenario())
-
-
 def test_an_abort_ends_a_request_long_before_its_time_and_leaves_nothing_behind() -> None:
     async def scenario() -> None:
         engine = FakeEngine(seconds_per_token=1000.0)

@@ -60,7 +60,6 @@ class EmbeddedEngine:
         self._arrived: dict[str, Request] = {}  # what the core does not know of yet
         self._wake = asyncio.Event()
         self._between_steps = asyncio.Lock()
-        self._paused = False
         self._loop: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -73,9 +72,9 @@ class EmbeddedEngine:
             await asyncio.gather(self._loop, return_exceptions=True)
 
     async def _generate_forever(self) -> None:
-        """Consumes requests; waits for work; is unblocked by a request, a resume or an abort; produces chunks."""
+        """Consumes requests; waits for work; is unblocked by a request or a swap; produces chunks."""
         while True:
-            if self._paused or not (self._core.has_work or self._arrived):
+            if not (self._core.has_work or self._arrived):
                 self._wake.clear()
                 await self._wake.wait()
                 continue
@@ -177,15 +176,6 @@ class EmbeddedEngine:
         while not self._core.is_idle:
             self._check_alive()
             await asyncio.sleep(_LOOK_S)
-
-    async def pause(self) -> None:
-        self._paused = True
-        async with self._between_steps:
-            pass
-
-    async def resume(self) -> None:
-        self._paused = False
-        self._wake.set()
 
     async def stats(self) -> EngineStats:
         known = self._core.stats()

@@ -69,7 +69,6 @@ class VllmEngine:
         self._slots = Slots(section.max_num_seqs)
         self._lives: dict[str, ServedSequence] = {}
         self._between = asyncio.Lock()  # whoever holds it finds no swap going on
-        self._paused = False
         self._tokenizer: Any = None
         self._num_generated = self._num_recomputed = 0
         self._busy_s, self._busy_since, self._num_busy = 0.0, 0.0, 0
@@ -199,18 +198,6 @@ class VllmEngine:
         """Those of which the server has a submission."""
         return [live for live in self._lives.values() if live.reading is not None and not live.reading.done()]
 
-    async def pause(self) -> None:
-        async with self._between:
-            self._paused = True
-            self._slots.shut()
-            await self._host.ask("/pause", params={"mode": "keep", "clear_cache": "false"})
-
-    async def resume(self) -> None:
-        async with self._between:
-            await self._host.ask("/resume")
-            self._paused = False
-            self._slots.open()
-
     # Weights
 
     async def stage_weights(self, update: WeightUpdate) -> None:
@@ -230,8 +217,7 @@ class VllmEngine:
                 await self._until_ended(self._under_way, self._deadline_s)
             report = await self._exchange(version, kv)
             self._host.files.loaded(version)
-            if not self._paused:
-                self._slots.open()
+            self._slots.open()
         return report
 
     async def _exchange(self, version: int, kv: KvPolicy) -> SwapReport:
@@ -254,8 +240,7 @@ class VllmEngine:
             num_recomputed = sum(live.num_tokens for live in under_way)
         self.version = version
         self._num_recomputed += num_recomputed
-        if not self._paused:
-            await self._host.ask("/resume")
+        await self._host.ask("/resume")
         pause_ms = (time.perf_counter() - started) * 1e3
         num_interrupted = sum(live.has_new for live in under_way)
         # No fingerprints: vLLM repacks what it loads. A score of the probe is the proof.
@@ -301,8 +286,6 @@ class VllmEngine:
             raise RequestRefused(f"vLLM scores prompts at temperature 1 only, not {temperature:g}")
         async with self._between:
             self._host.check_alive()
-            if self._paused:
-                raise RequestRefused("a paused vLLM server cannot score; resume it first")
             try:
                 found = await asyncio.gather(*(self._host.score(tokens) for tokens in sequences))
             except ServerFailed as error:

@@ -325,28 +325,6 @@ def test_a_groups_prompt_is_computed_once_and_never_again_used_under_newer_weigh
     run(scenario())
 
 
-def test_a_pause_holds_everything_and_loses_nothing(server: str, model: str) -> None:
-    async def scenario() -> None:
-        async with opened(model, server) as engine:
-            trainer = Trainer(model)
-            under_way = Watched(engine, make_request(prompt(20), max_tokens=300))
-            await under_way.began.wait()
-            await engine.pause()
-            arriving = Watched(engine, make_request(prompt(20), group=1))
-            num_generated = (await engine.stats()).num_generated
-            await trainer.update(engine, "recompute")
-            await asyncio.sleep(0.3)
-            assert (await engine.stats()).num_generated <= num_generated + engine._section.chunk_tokens
-            assert not under_way.task.done() and not arriving.began.is_set()
-            await engine.resume()
-            for watched in (under_way, arriving):
-                completion = await watched.task
-                assert completion.versions[-1] == 1
-                assert np.abs(trainer.forced(watched.request, completion) - completion.logprobs).max() < BOUND
-
-    run(scenario())
-
-
 # Servers that will not do
 
 
