@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from headway.section import Section
+from headway.types import DropReason
 
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "areal": (
@@ -194,6 +195,14 @@ class AlgorithmSection(Section):
     def high(self) -> float:
         """The upper clipping range."""
         return self.clip_eps_high or self.clip_eps
+
+
+def drop_reason(chosen: AlgorithmSection, rewards: list[float]) -> DropReason | None:
+    """Why a finished group is replaced by another prompt's, or None if it is trained. A reward above 0 is a success."""
+    if chosen.drop_zero_variance and len(set(rewards)) == 1:
+        return DropReason.ZERO_VARIANCE
+    success = sum(reward > 0 for reward in rewards) / len(rewards)
+    return None if chosen.success_low <= success <= chosen.success_high else DropReason.SUCCESS_RATE
 
 
 def describe(section: AlgorithmSection) -> list[str]:

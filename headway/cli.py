@@ -1,4 +1,4 @@
-"""headway train | sft | eval | rollout | engines | replay | report | bench: the command line.
+"""headway train | sft | eval | rollout | engines | replay | report | algorithms | bench: the command line.
 
 Errors written for people are printed as their one sentence; anything else is a bug and keeps its trace.
 """
@@ -79,7 +79,11 @@ def train(
     from_groups: Annotated[Path | None, typer.Option("--from", help="train on recorded groups (.jsonl) only")] = None,
 ) -> None:
     """Train a model: generation and training side by side, from nothing or from where a run was interrupted."""
+    from headway.algorithm import describe
+
     loaded = _load(config, context)
+    for line in describe(loaded.algorithm):
+        _print(line)
     if dry_run:
         _print_plan(loaded)
     elif from_groups is not None:
@@ -209,6 +213,15 @@ def knobs() -> None:
     for key, sentence in all_keys().items():
         listing.add_row(key, sentence)
     _print(listing)
+
+
+@app.command()
+def algorithms() -> None:
+    """List the presets of algorithm.preset with what each sets."""
+    from headway.algorithm import listing
+
+    for line in listing():
+        _print(line)
 
 
 @app.command(context_settings=_OVERRIDES)

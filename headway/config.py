@@ -183,6 +183,11 @@ class TrainerSection(Section):
     token_budget: int = Field(8192, ge=16, description="most tokens in one micro-batch")
     lr: float = Field(2e-5, gt=0, description="learning rate after warm-up")
     warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises linearly")
+    lr_schedule: Literal["constant", "cosine", "linear"] = Field(
+        "constant", description="how the learning rate falls after the warm-up"
+    )
+    lr_end: float = Field(0.0, ge=0, le=1, description="the fraction of lr at the schedule's end")
+    schedule_steps: int = Field(0, ge=0, description="training steps until the schedule's end; 0 takes run.steps")
     weight_decay: float = Field(0.05, ge=0, description="AdamW weight decay")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW β1")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW β2")
@@ -315,7 +320,13 @@ def validate(values: dict[str, Any], where: str = "config") -> Config:
         raise ConfigError(f"{where}: {knobs.sentence(Config, error)}") from None
     _check_contradictions(config, where)
     limit = config.algorithm.length_limit or config.sampling.max_tokens
-    return config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"length_limit": limit})})
+    steps = config.trainer.schedule_steps or config.run.steps
+    return config.model_copy(
+        update={
+            "algorithm": config.algorithm.model_copy(update={"length_limit": limit}),
+            "trainer": config.trainer.model_copy(update={"schedule_steps": steps}),
+        }
+    )
 
 
 def all_keys() -> dict[str, str]:

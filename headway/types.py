@@ -37,6 +37,8 @@ class DropReason(StrEnum):
     FAILED = "failed"  # no trajectory of the group survived its workflow or its verifier
     NON_FINITE = "non_finite"  # the training step that took it was skipped
     TOO_OLD = "too_old"  # a token is older than the version it was admitted at
+    ZERO_VARIANCE = "zero_variance"  # its rewards are all equal, and the algorithm replaces such groups
+    SUCCESS_RATE = "success_rate"  # too few or too many of its trajectories succeeded
 
 
 def _check_lengths(owner: str, **arrays: NDArray[Any]) -> None:

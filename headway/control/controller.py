@@ -33,6 +33,7 @@ import numpy as np
 from headway.config import Config
 from headway.control.buffer import Buffer
 from headway.control.engine_pool import EnginePool, Published, RunLoad
+from headway.control.filters import GroupFilter
 from headway.control.outage import FailureWatch
 from headway.control.resize import take
 from headway.control.rollout_pool import RolloutPool
@@ -126,6 +127,7 @@ class Controller:
         self._batch_wait: asyncio.Timeout | None = None  # while training waits for a batch
         self._is_training = self.is_stopped = False
         self._num_skipped = 0
+        self._filter = GroupFilter(config.algorithm, config.trainer.batch_groups)
         self._admission_wait_s = self._trainer_wait_s = 0.0
 
     async def run(self) -> None:
@@ -255,6 +257,9 @@ class Controller:
         oldest = group.oldest_version
         if oldest is not None and oldest < admission.version:  # an engine served older weights than it had confirmed
             self._drop((group.id,), DropReason.TOO_OLD)
+            return
+        if unwanted := self._filter.reason(group):
+            self._drop((group.id,), unwanted)
             return
         self.buffer.put(group)
         self._changed.set()  # an outage may be over

@@ -1,5 +1,6 @@
 """AdamW over fp32 master weights, learning-rate warm-up, and the scale of fp16 gradients."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,6 +43,17 @@ def adamw(weights: Iterable[Tensor], section: TrainerSection, lr: float) -> torc
 def warmed_up(step: int, warmup_steps: int) -> float:
     """The fraction of the learning rate at a step: rises linearly to 1."""
     return min(1.0, (step + 1) / max(1, warmup_steps))
+
+
+def learning_rate(section: TrainerSection, step: int) -> float:
+    """The learning rate of a training step: warm-up, then constant, or falling by half a cosine or a line."""
+    rate = section.lr * warmed_up(step, section.warmup_steps)
+    if section.lr_schedule == "constant":
+        return rate
+    length = max(1, section.schedule_steps - section.warmup_steps)
+    done = min(1.0, max(0, step - section.warmup_steps) / length)
+    left = 1 - done if section.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return rate * (section.lr_end + (1 - section.lr_end) * left)
 
 
 def gradient_scale(dtype: torch.dtype, num_trained: int, shift: int) -> float:

@@ -45,7 +45,7 @@ from headway.training.algorithms.losses import Figures, PolicyLossInput, PolicyL
 from headway.training.batches import MemoryFit, MicroBatch, Share, micro_batches, share_of, whole_sample
 from headway.training.checkpoint import CheckpointPart
 from headway.training.collective import Ranks, RankSpec, join
-from headway.training.optimizer import SCALE_SHIFTS, adamw, gradient_scale, warmed_up
+from headway.training.optimizer import SCALE_SHIFTS, adamw, gradient_scale, learning_rate
 from headway.training.state import HostCopy, restore, state_tensors
 from headway.types import Batch, Floats, Ints, Sample, Scores, StepReport, WeightUpdate
 from headway.weights.publish import Publisher, as_part
@@ -182,7 +182,7 @@ class Trainer:
         if len(minibatches) > 1:
             self._before = {name: tensor.clone() for name, tensor in self._state().items()}
         for group in self.optimizer.param_groups:
-            group["lr"] = self.section.lr * warmed_up(self.version, self.section.warmup_steps)
+            group["lr"] = learning_rate(self.section, self.version)
         nonfinite = torch.zeros((), device=self.device)
         outcomes = []
         for minibatch, about in zip(minibatches, figures, strict=True):

@@ -1,0 +1,60 @@
+"""Groups that are replaced instead of trained; Eq. 3 stays exact, and what filters everything ends the run."""
+
+from typing import Any
+
+import pytest
+from stage import MakeStage, StandInRewards
+from system import check_finished, check_record
+from training import make_group
+
+from headway.algorithm import AlgorithmSection, drop_reason
+from headway.errors import RunFailed
+from headway.record.log import read
+from headway.rollout.reward_pool import Verdict
+from headway.types import DropReason
+
+
+class Constant(StandInRewards):
+    """Every trajectory gets the reward of its prompt, for some prompts alike."""
+
+    async def verify(self, task: dict[str, Any], text: str, source: str = "") -> Verdict:
+        found = await super().verify(task, text, source)
+        return Verdict(1.0, "", 0.0) if int(task["answer"]) % 3 == 0 else found
+
+
+class Same(StandInRewards):
+    async def verify(self, task: dict[str, Any], text: str, source: str = "") -> Verdict:
+        return Verdict(1.0, "", 0.0)
+
+
+def test_a_group_is_dropped_for_its_spread_or_its_success_rate_and_for_nothing_else() -> None:
+    everything = AlgorithmSection()
+    spread = AlgorithmSection(drop_zero_variance=True)
+    medium = AlgorithmSection(success_low=0.05, success_high=0.95)
+    for rewards, by_spread, by_rate in [
+        ([1.0, 1.0], DropReason.ZERO_VARIANCE, DropReason.SUCCESS_RATE),
+        ([-5.0, -5.0], DropReason.ZERO_VARIANCE, DropReason.SUCCESS_RATE),
+        ([5.0, -5.0], None, None),
+        ([0.5, 1.0], None, DropReason.SUCCESS_RATE),
+    ]:
+        assert drop_reason(everything, rewards) is None
+        assert drop_reason(spread, rewards) == by_spread
+        assert drop_reason(medium, rewards) == by_rate
+    assert len({t.reward for t in make_group(0).trajectories}) > 1
+
+
+def test_invariant_1_and_2_hold_where_groups_without_spread_are_replaced(make_stage: MakeStage) -> None:
+    stage = make_stage({"run": {"steps": 6}, "algorithm": {"drop_zero_variance": True}}, rewards=Constant())
+    events = stage.run()
+    state = check_finished(stage.config, events)
+    assert "zero_variance" in state.dropped.values()
+    trained = {group for event in events if event.kind == "trained" for group in event.groups}
+    spreads = {group for group in trained if group in state.dropped}
+    assert not spreads and len(trained) == 6 * stage.config.trainer.batch_groups
+
+
+def test_filters_that_leave_nothing_end_the_run_with_a_sentence(make_stage: MakeStage) -> None:
+    stage = make_stage({"algorithm": {"drop_zero_variance": True}}, rewards=Same())
+    with pytest.raises(RunFailed, match=r"64 groups in a row were replaced \(zero_variance\), so no batch fills up"):
+        stage.run()
+    check_record(stage.config, read(stage.directory / "events.jsonl"))
