@@ -27,7 +27,9 @@ class RunSection(Section):
     runtime: Literal["local", "inline", "ray"] = Field(
         "local", description="processes on this machine, all in this one, or on a Ray cluster"
     )
-    deterministic: bool = Field(False, description="bit-for-bit repeatable generation, at some cost in speed")
+    deterministic: bool = Field(
+        False, description="bit-for-bit repeatable generation and, on a GPU, training, at a cost in speed"
+    )
     deadline_s: float = Field(1800.0, gt=0, description="longest wait for any one answer, in seconds")
 
 

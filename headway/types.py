@@ -453,6 +453,7 @@ class StepReport:
     started: float
     seconds: float
     metrics: dict[str, float]
+    weights_sample: tuple[float, ...] = ()  # master weights at fixed places, to estimate how far two runs lie apart
 
 
 @noun

@@ -346,6 +346,7 @@ class Controller:
                 reward=float(np.mean(rewards)) if rewards else None,
                 metrics={**report.metrics},
                 digest=digest(update.fingerprints),
+                weights_sample=report.weights_sample,
             )
         )
 

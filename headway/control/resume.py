@@ -72,6 +72,6 @@ async def replay(directory: Path, emit: Callable[[Event], object]) -> tuple[int,
         with phase(emit, "starting the trainer"):
             trainer = await start_trainer(runtime, config, None)
         with phase(emit, f"retraining {state.num_trained} recorded steps") as progress:
-            await retrain(record.load, state, trainer, 0, progress)
+            await retrain(record.load, state, trainer, 0, progress, emit)
         await trainer.save_model(str(directory / "replay" / "model"))
     return state.num_trained, state.digests[state.num_trained]

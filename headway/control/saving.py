@@ -48,16 +48,17 @@ class Saving:
 
     async def checkpoint(self, version: int, tasks: asyncio.TaskGroup) -> None:
         """Have the trainer snapshot its state; it is written during the steps to come."""
+        started = time.time()
         await self.written()
         snapshot_of = await self._trainer.call(_snapshot)
-        self._writing = tasks.create_task(self._write(version, snapshot_of))
+        self._writing = tasks.create_task(self._write(version, snapshot_of, time.time() - started))
 
     async def written(self) -> None:
         """Wait for the checkpoint that is being written, if there is one."""
         if self._writing is not None:
             await self._writing
 
-    async def _write(self, version: int, snapshot_of: RankedTrainer) -> None:
+    async def _write(self, version: int, snapshot_of: RankedTrainer, stall_s: float) -> None:
         started, slot = time.time(), slot_for(self._num_checkpoints)
         await self._log.flush()
         # A full disk may have room later; the other slot and the record lead to the same weights until then.
@@ -73,7 +74,8 @@ class Saving:
         self._failed.clear()
         self._num_checkpoints += 1
         self.written_version = version
-        self._log.append(Checkpointed(version=version, slot=slot, seconds=time.time() - started))
+        seconds = time.time() - started
+        self._log.append(Checkpointed(version=version, slot=slot, seconds=seconds, stall_s=stall_s))
 
     async def _write_slot(self, version: int, slot: str, snapshot_of: RankedTrainer, trainer: RankedTrainer) -> None:
         # A restarted trainer has no snapshot, and may be a step further by now, unless that was the last.

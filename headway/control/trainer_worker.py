@@ -89,7 +89,8 @@ class TrainerWorker(Supervised[RankedTrainer]):
         self.checkpoint_version = await load_newest_checkpoint(state, trainer, self._directory, warn)
         num_steps = state.num_trained - self.checkpoint_version
         with phase(self._log.append, f"retraining {num_steps} recorded steps") as progress:
-            await retrain(self._log.record.load, state, trainer, self.checkpoint_version, progress)
+            load_group, emit = self._log.record.load, self._log.append
+            await retrain(load_group, state, trainer, self.checkpoint_version, progress, emit)
         newest = self._engines.newest
         if newest is not None:
             if newest > state.num_trained:

@@ -172,7 +172,8 @@ async def start_trainer(runtime: Runtime, config: Config, worst_staleness: int |
 
     weights = resolve_transport(config, await runtime.num_machines())
     sections = config.model, config.trainer, config.algorithm, worst_staleness, weights
-    trainer = RankedTrainer(runtime, *sections, Path(config.run.dir) / "checkpoint", config.run.deadline_s)
+    directory, deterministic = Path(config.run.dir) / "checkpoint", config.run.deterministic
+    trainer = RankedTrainer(runtime, *sections, directory, config.run.deadline_s, deterministic)
     await trainer.start()
     return trainer
 

@@ -1,5 +1,7 @@
 """Devices and number types a config may name, and tensors on their way to a device."""
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,18 @@ def find_device(knob: str, name: str, dtype: torch.dtype) -> torch.device:
     if dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
         raise ConfigError(f"{knob} = {name} is a GPU without bfloat16; set model.dtype = float16, or use another GPU")
     return device
+
+
+def make_repeatable(device: torch.device) -> None:
+    """Make arithmetic in this process repeat bit for bit on a GPU; on a CPU, with fixed threads, it does anyway.
+
+    torch then takes the deterministic backward passes of attention, gather and embedding. cuBLAS needs a workspace of
+    fixed size, which it reads from the environment when its first handle is created.
+    """
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

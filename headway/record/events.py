@@ -174,6 +174,16 @@ class Trained(Event, frozen=True, kw_only=True):
     reward: float | None
     metrics: dict[str, float | None]
     digest: str  # of all new weights
+    weights_sample: tuple[float, ...] = ()  # master weights at fixed places
+
+
+class Retrained(Event, frozen=True, kw_only=True):
+    """A recorded step, retrained where arithmetic is not repeatable, gave other weights, which now count."""
+
+    version: int
+    digest: str  # replaces the recorded one
+    max_abs: float | None  # the largest difference between sampled master weights; None: no samples to compare
+    relative_norm: float | None  # the norm of their difference, relative to the norm of the recorded ones
 
 
 class Skipped(Event, frozen=True, kw_only=True):
@@ -240,6 +250,7 @@ class Checkpointed(Event, frozen=True, kw_only=True):
     version: int
     slot: str  # a or b
     seconds: float
+    stall_s: float = 0.0  # how long training had waited for the snapshot
 
 
 class CheckpointFailed(Event, frozen=True, kw_only=True):

@@ -40,6 +40,8 @@ class RunState:
     batches: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # (version trained, groups)
     num_trained: int = 0
     digests: dict[int, str] = field(default_factory=dict)  # of the weights each training step made
+    samples: dict[int, tuple[float, ...]] = field(default_factory=dict)  # of those weights
+    metrics: dict[int, dict[str, float | None]] = field(default_factory=dict)  # of those steps
     evaluations: list[Event] = field(default_factory=list)
     status: str = ""  # empty until the run ended
     cause: str = ""
@@ -87,6 +89,8 @@ class RunState:
                 self._on_taken(event)
             case "trained":
                 self._on_trained(event)
+            case "retrained":
+                self._on_retrained(event)
             case "skipped":
                 self._on_skipped(event)
             case "evaluated":
@@ -152,6 +156,12 @@ class RunState:
         self._check_taken(event, version - 1)
         self.num_trained = version
         self.digests[version] = event["digest"]
+        self.samples[version], self.metrics[version] = event["weights_sample"], event["metrics"]
+
+    def _on_retrained(self, event: Event) -> None:
+        if event["version"] not in self.digests:
+            _broken(event, f"version {event['version']} is retrained but was never trained")
+        self.digests[event["version"]] = event["digest"]
 
     def _on_skipped(self, event: Event) -> None:
         """The groups leave here and not with the dropped event that follows: a crash may come between the two."""

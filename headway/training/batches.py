@@ -48,6 +48,15 @@ class MemoryFit:
             "engine.kv_tokens, or train on several GPUs"
         )
 
+    def as_metrics(self) -> dict[str, float]:
+        """For the record of a training step: retraining packs its batch in the same way."""
+        return {"token_budget": float(self.token_budget), "recompute": float(self.recompute)}
+
+    @classmethod
+    def of_metrics(cls, metrics: Mapping[str, float | None]) -> "MemoryFit | None":
+        token_budget = metrics.get("token_budget")
+        return cls(int(token_budget), bool(metrics.get("recompute"))) if token_budget else None
+
     def __str__(self) -> str:
         return f"micro-batches of {self.token_budget} tokens" + ", activations recomputed" * self.recompute
 

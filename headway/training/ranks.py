@@ -14,7 +14,7 @@ import asyncio
 import copy
 import shutil
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -54,20 +54,26 @@ class RankedTrainer:
         weights: WeightsSection,
         directory: Path,
         deadline_s: float,
+        deterministic: bool = False,
         rank_class: type[Trainer] = Trainer,
     ):
         """`directory` is for the state that new ranks take over when memory ran out."""
         self._runtime, self._section, self._rank_class = runtime, section, rank_class
-        self._given = algorithm, worst_staleness, weights
+        self._given = algorithm, worst_staleness, weights, deterministic
         self._model = model
         self._directory, self._deadline_s = directory, deadline_s
-        self._fit = MemoryFit(section.token_budget, section.gradient_checkpointing)
+        self._fit = self._configured = MemoryFit(section.token_budget, section.gradient_checkpointing)
         self._names = list(section.placement)
         self._rendezvous: Rendezvous | None = None
         self._writing = asyncio.Lock()
         self.ranks: list[Any] = []  # handles of `Trainer`: its methods are awaited
         self._cause: HeadwayError | None = None
         self._ending: asyncio.Future[list[None]] | None = None
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the same batches lead to the same weights, bit for bit."""
+        return self._given[-1] or set(self._section.devices) == {"cpu"}
 
     async def start(self) -> None:
         """Start all ranks at the same time; all or none."""
@@ -111,7 +117,21 @@ class RankedTrainer:
         self._check_agreement("the step", [(each.version, each.skipped, repr(each.metrics)) for each in reports])
         started = min(report.started for report in reports)
         ended = max(report.started + report.seconds for report in reports)
-        return replace(reports[0], started=started, seconds=ended - started)
+        sample = tuple(value for report in reports for value in report.weights_sample)
+        return replace(reports[0], started=started, seconds=ended - started, weights_sample=sample)
+
+    async def set_fit(self, metrics: Mapping[str, float | None]) -> None:
+        """Pack batches as in the training step that has these metrics."""
+        fit = MemoryFit.of_metrics(metrics)
+        if fit is not None and fit.as_metrics() != self._fit.as_metrics():
+            self._fit = fit
+            await self._each("set_fit", fit)
+
+    async def restore_fit(self, metrics: Mapping[str, float | None]) -> None:
+        """Continue after that training step with its fit where it was tighter than the configured one."""
+        fit = MemoryFit.of_metrics(metrics) or self._configured
+        budget = min(fit.token_budget, self._configured.token_budget)
+        await self.set_fit(MemoryFit(budget, fit.recompute or self._configured.recompute).as_metrics())
 
     async def score(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
         scores: list[Scores] = await self._pass("score", sequences, temperature)

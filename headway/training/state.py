@@ -3,15 +3,17 @@
 Names are `weights/NAME`, `step/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME`; of a sharded tensor a rank has its rows.
 """
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headway.model.sharding import Masters, local_rows
 
 NUM_SAMPLED = 256
-"""Master weights that a sample holds: enough to estimate how far two sets of weights lie apart."""
+"""Master weights in a sample: the norm of a difference is estimated from it to about a tenth."""
 
 
 def state_tensors(masters: Masters, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -31,6 +33,28 @@ def restore(live: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
             tensor.copy_(tensors[name])
 
 
+def sample_weights(masters: Masters) -> tuple[float, ...]:
+    """Master weights of this rank at fixed places, evenly spread over all tensors."""
+    flat = [local_rows(master.detach()).view(-1) for master in masters.named.values()]
+    places = torch.linspace(0, sum(map(len, flat)) - 1, NUM_SAMPLED, dtype=torch.float64).long()
+    picked, start = [], 0
+    for tensor in flat:
+        inside = places[(places >= start) & (places < start + len(tensor))] - start
+        if len(inside):
+            picked.append(tensor[inside.to(tensor.device)])
+        start += len(tensor)
+    return tuple(torch.cat(picked).tolist()) if picked else ()
+
+
+def weight_difference(recorded: Sequence[float], found: Sequence[float]) -> tuple[float, float]:
+    """Two samples: their largest absolute difference, and the norm of it relative to the recorded one."""
+    before, after = np.asarray(recorded, np.float64), np.asarray(found, np.float64)
+    if len(before) != len(after) or not len(before):
+        return float("nan"), float("nan")
+    difference = after - before
+    return float(np.abs(difference).max()), float(np.linalg.norm(difference) / (np.linalg.norm(before) or 1.0))
+
+
 class HostCopy:
     """A copy of tensors in host memory.
 
@@ -39,6 +63,7 @@ class HostCopy:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device):
+        self._device = device
         self._complete: torch.cuda.Event | None = None
         if device.type == "cpu":
             self._tensors = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -54,7 +79,7 @@ class HostCopy:
     def hold_changes(self) -> None:
         """Make the device finish the copy before anything it is given from now on; the host does not wait."""
         if self._complete is not None:
-            torch.cuda.current_stream().wait_event(self._complete)
+            torch.cuda.current_stream(self._device).wait_event(self._complete)
 
     def tensors(self) -> dict[str, Tensor]:
         """The copied tensors; waits until they are complete."""
@@ -63,9 +88,20 @@ class HostCopy:
         return self._tensors
 
 
-def pinned_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Uninitialised page-locked memory of the same shapes.
+def lock_pages_early(tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Lock the pages of the first snapshot in the background.
 
-    Locking pages takes seconds per ten gigabytes, but torch reuses what was freed: only the first call is slow.
+    This takes seconds per ten gigabytes; later snapshots reuse the memory, which torch does not give back.
     """
+
+    def lock() -> None:
+        with torch.cuda.device(device):
+            pinned_like(tensors)
+
+    if device.type == "cuda":
+        threading.Thread(target=lock, daemon=True).start()
+
+
+def pinned_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Uninitialised page-locked host memory of the same shapes."""
     return {name: torch.empty_like(tensor, device="cpu", pin_memory=True) for name, tensor in tensors.items()}

@@ -11,7 +11,8 @@ Invariants that live here:
   7. The loss is Eq. 5 (losses.py); what this file adds is that π_prox is the weights before this training step.
  12. Packing-independent gradient: the denominator is the minibatch's number of trained tokens on all ranks,
      and gradients add up over them.
- 16. Replay: nothing here is random, so the same batches give the same weights.
+ 16. Replay: nothing here is random, so the same batches give the same weights where arithmetic is repeatable: on a
+     CPU, and on a GPU in deterministic mode.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ from torch import Tensor
 from headway.algorithm import AlgorithmSection
 from headway.config import ModelSection, TrainerSection, WeightsSection
 from headway.errors import ConfigError, InvariantBroken, OutOfMemory, SaveFailed, WorkerDied
-from headway.model.device import DTYPES, find_device
+from headway.model.device import DTYPES, find_device, make_repeatable
 from headway.model.loading import compile_blocks, load_model, model_shape, named_weights
 from headway.model.logprobs import Policy
 from headway.model.shape import flops
@@ -46,7 +47,7 @@ from headway.training.batches import MemoryFit, MicroBatch, Share, micro_batches
 from headway.training.checkpoint import CheckpointPart
 from headway.training.collective import Ranks, RankSpec, join
 from headway.training.optimizer import SCALE_SHIFTS, adamw, gradient_scale, learning_rate
-from headway.training.state import HostCopy, restore, state_tensors
+from headway.training.state import HostCopy, lock_pages_early, restore, sample_weights, state_tensors
 from headway.types import Batch, Floats, Ints, Sample, Scores, StepReport, WeightUpdate
 from headway.weights.publish import Publisher, as_part
 
@@ -82,27 +83,35 @@ class Trainer:
         algorithm: AlgorithmSection,
         worst_staleness: int | None,
         weights: WeightsSection = _SHARED_MEMORY,
+        deterministic: bool = False,
         fit: MemoryFit | None = None,
         spec: RankSpec | None = None,
     ):
-        """`spec` is for a rank of several. Transport "cuda", from GPU to GPU of this machine, is not in the config."""
+        """`deterministic` makes a GPU repeat a step bit for bit; `spec` is for a rank of several.
+
+        Transport "cuda", from GPU to GPU of this machine, is not in the config.
+        """
         self.section, self.algorithm = section, Algorithm(algorithm)
         self.worst_staleness = worst_staleness
         self.version = 0
         self._model_path, self._dtype = model.path, DTYPES[model.dtype]
         self.device = find_device("trainer.device", section.device, self._dtype)
+        if deterministic:
+            make_repeatable(self.device)
         self.ranks = join(spec, self.device) if spec else Ranks()
         self._publish_on_device = weights.transport == "cuda"
         self._publisher = _make_publisher(self.device, weights, self.ranks)
         self._model = load_model(model.path, torch.float32)
         self.policy = Policy(self._model, section.logprob_chunk).train()
         self.masters = shard(self.policy, self._dtype, self.device)
-        if section.compile and self.device.type == "cuda" and self._dtype != torch.float32:
+        # What is compiled depends on the sizes seen first, which are others after a restart.
+        if section.compile and self.device.type == "cuda" and self._dtype != torch.float32 and not deterministic:
             compile_blocks(self._model)
         self.optimizer = adamw(self.masters.named.values(), section, section.lr)
         self.set_fit(fit or MemoryFit(section.token_budget, section.gradient_checkpointing))
         self._cost = partial(flops, shape=model_shape(self._model.config))
         self._before: dict[str, Tensor] | None = None  # the state a training step of several minibatches began with
+        self._has_trained = False
         self._moved = False  # whether weights may differ from those the training step began with
         self._copying: HostCopy | None = None  # may be incomplete
         self._snapshot: _Snapshot | None = None
@@ -127,6 +136,9 @@ class Trainer:
         """
         started = time.time()
         check_batch(batch, self.version, self.worst_staleness)
+        if not self._has_trained:
+            self._has_trained = True
+            lock_pages_early(self._state(), self.device)
         ranks, num_minibatches = self.ranks, self.section.minibatches
         share = share_of(batch, self.algorithm.chosen, num_minibatches, self._cost, ranks.rank, ranks.num)
         metrics: dict[str, float] = {}
@@ -149,7 +161,11 @@ class Trainer:
             num_tokens=batch.num_sampled,
             started=started,
             seconds=time.time() - started,
-            metrics=self.algorithm.report(metrics) | share.figures | self._pass_figures(metrics),
+            metrics=self.algorithm.report(metrics)
+            | share.figures
+            | self._pass_figures(metrics)
+            | self.fit.as_metrics(),
+            weights_sample=sample_weights(self.masters),
         )
 
     def set_fit(self, fit: MemoryFit) -> None:

@@ -27,11 +27,13 @@ from headway.engine.fake import FakeEngine
 from headway.engine.protocol import KvPolicy
 from headway.errors import DeadlineExceeded, InvariantBroken, RunFailed, WeightMismatch
 from headway.record.events import Event
+from headway.record.ledger import fold
 from headway.record.log import read
 from headway.record.shards import RunLog
 from headway.rollout.worker import RolloutWorker
 from headway.runtime.inline import InlineRuntime
 from headway.training.checkpoint import CheckpointPart
+from headway.training.ranks import RankedTrainer
 from headway.types import (
     Batch,
     Chunk,
@@ -347,6 +349,26 @@ def test_a_resume_that_trains_to_other_weights_is_refused(make_stage: MakeStage)
     crashed.trainer.weights = "another start"
     with pytest.raises(InvariantBroken, match="gave other weights than recorded"):
         crashed.run()
+
+
+def test_where_arithmetic_does_not_repeat_a_resume_to_other_weights_continues_and_logs_the_difference(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_stage({"run": {"steps": 4}, "checkpoint": {"every": 100}})
+    events = first.run()
+    crashed = make_stage({"run": {"steps": 4}})
+    second_step = [number for number, event in enumerate(events) if event.kind == "trained"][1]
+    crash_after(second_step + 1, first, crashed)
+    crashed.trainer.weights = "another start"
+    monkeypatch.setattr(RankedTrainer, "is_repeatable", False)
+    resumed = crashed.run()
+    check_finished(crashed.config, resumed)
+    retrained = [event for event in resumed if event.kind == "retrained"]
+    digests = fold(resumed).digests
+    assert [event.version for event in retrained] == [1, 2]
+    assert [digests[event.version] for event in retrained] == [event.digest for event in retrained]
+    assert retrained[0].digest != fold(events).digests[1]
+    assert [event.version for event in resumed if event.kind == "trained"] == [1, 2, 3, 4]
 
 
 # Steps that are skipped

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from system import (
     HeadwayProcess,
     check_finished,
@@ -20,12 +21,15 @@ from system import (
     task_of,
     write_config,
 )
+from torch import Tensor
 
 from headway.config import Config, load
 from headway.control.resume import replay
 from headway.errors import ConfigError, HeadwayError
 from headway.record.events import Event
 from headway.record.ledger import fold
+from headway.training.batches import MicroBatch
+from headway.training.trainer import Trainer
 
 Moment = Callable[[list[Event]], bool]
 
@@ -207,6 +211,31 @@ def test_with_both_checkpoints_damaged_the_run_is_trained_again_from_the_beginni
     events = events_of(config)
     assert [event.checkpoint_version for event in events if event.kind == "resumed"] == [0]
     assert fold(events).digests[6] == expected
+
+
+def test_invariant_14_a_run_that_ran_out_of_memory_resumes_with_the_fit_each_step_was_trained_with(
+    tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other micro-batches round differently, so retraining with the configured fit would give other weights."""
+    config = make_config(tmp_path, tiny_model, run={"steps": 3}, staleness={"max_staleness": 0})
+    forward = Trainer._forward
+
+    def short_of_memory(trainer: Trainer, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        if torch.is_grad_enabled() and trainer.version == 2 and len(micro_batch.lengths) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(trainer, micro_batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_forward", short_of_memory)
+        run_inline(config)
+    longer = config_at(config, tmp_path / "longer")
+    shutil.rmtree(tmp_path / "longer" / "checkpoint" / "b")  # of version 3
+    run_inline(longer, resume=True)
+    events = events_of(longer)
+    assert [event.checkpoint_version for event in events if event.kind == "resumed"] == [2]
+    budgets = [event.metrics["token_budget"] for event in events if event.kind == "trained"]
+    assert budgets[0] == budgets[1] == config.trainer.token_budget
+    assert len(set(budgets[2:])) == 1 and budgets[2] < budgets[1]
 
 
 # What cannot be resumed

@@ -29,7 +29,7 @@ class Stage:
         self._model, self._section, self._algorithm = sections(path, num_ranks, **knobs)
         self.runtime = self.run(self._make_runtime(deadline_s))
         weights = WeightsSection(transport="shared_memory")
-        given = self._model, self._section, self._algorithm, None, weights, directory, deadline_s, ProbeRank
+        given = self._model, self._section, self._algorithm, None, weights, directory, deadline_s, False, ProbeRank
         self.trainer = RankedTrainer(self.runtime, *given)
         try:
             self.run(self.trainer.start())

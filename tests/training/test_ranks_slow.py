@@ -206,12 +206,12 @@ def test_invariant_15_a_rank_that_hangs_is_named_when_the_deadline_has_passed(
     stage.run(stage.ranks[1].stop_in_the_next_pass(int(signal.SIGSTOP)))
     for rank in stage.ranks:
         rank._deadline_s = 3.0  # type: ignore[attr-defined]
-    with pytest.raises(DeadlineExceeded, match=r"train did not answer within 3 s; .*; no sign of life from trainer-1$"):
+    with pytest.raises(DeadlineExceeded, match=r"within 3 s; .*; no answer to a ping from trainer-1$"):
         stage.run(stage.trainer.train(make_batch()))
     assert gone(pids)
 
 
-def test_a_sign_of_life_is_given_in_the_middle_of_a_training_step(make_stage: Callable[..., Stage]) -> None:
+def test_a_ping_is_answered_in_the_middle_of_a_training_step(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(2, token_budget=256)
     batch = batch_of(np.random.default_rng(0), *[200] * 256)
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from training import digest_of, make_batch, make_trainer, make_trajectory, map_sequences, same_bits, state_of
 
-from headway.errors import InvariantBroken, RunFailed
+from headway.errors import InvariantBroken, RunFailed, WorkerDied
+from headway.model.sharding import Masters
 from headway.training.batches import MicroBatch
 from headway.training.trainer import Trainer
 from headway.types import Batch, Group, Sequence, Trajectory
@@ -177,6 +178,28 @@ def test_a_sequence_that_cannot_be_trained_at_all_ends_the_run_with_what_to_do(
     ):
         trainer.train(make_batch(0))
     assert trainer.version == 0
+
+
+def test_running_out_of_memory_in_the_first_optimizer_step_neither_half_initialises_it_nor_trains_twice(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights may have moved: a new trainer continues from the record."""
+    trainer = make_trainer(tiny_model)
+    assert all(len(state) == 3 for state in trainer.optimizer.state.values())
+    assert len(trainer.optimizer.state) == len(trainer.masters.named)
+    step, refresh, steps = trainer.optimizer.step, Masters.refresh, []
+
+    def short_of_memory(masters: Masters) -> None:
+        steps.append(step)
+        refresh(masters)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Masters, "refresh", short_of_memory)
+    with pytest.raises(
+        WorkerDied, match=r"the trainer ran out of memory with micro-batches of .*, while weights moved"
+    ):
+        trainer.train(make_batch(0))
+    assert len(steps) == 1 and trainer.version == 0
 
 
 def test_activations_are_recomputed_once_micro_batches_cannot_be_any_smaller(
