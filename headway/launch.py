@@ -87,7 +87,11 @@ def prepare(config: Config) -> Prepared:
     for task in config.named_tasks.values():
         for reference in (task.train, task.eval):
             check_there(reference)
-    from headway.model.loading import load_config, model_shape  # takes seconds, which a wrong path need not wait for
+    from headway.model.loading import (  # takes seconds, which a wrong path need not wait for
+        check_weights,
+        load_config,
+        model_shape,
+    )
     from headway.rollout.worker import check_workflow
 
     if config.run.runtime == "ray":
@@ -96,6 +100,7 @@ def prepare(config: Config) -> Prepared:
     _check_vllm(config.engine.vllm_python)
     check_workflow(config.rollout)
     model_config = load_config(config.model.path)
+    check_weights(config.model.path, model_config)
     tokenizer = load_tokenizer(config.model.path)
     context = config.engine.max_context or model_config.max_position_embeddings
     if context > model_config.max_position_embeddings:

@@ -1,10 +1,16 @@
-"""Supported transformers causal LMs: reading, building, naming and refusing them."""
+"""Supported transformers causal LMs: loading, building, naming and refusing them.
 
+Nothing of a model directory is executed: neither code of its own (`auto_map`) nor pickles.
+"""
+
+import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -14,15 +20,15 @@ from headway.errors import ConfigError
 from headway.model.attention import attention_softcap
 from headway.model.shape import ModelShape
 
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
 
-
-disable_progress_bar()  # loading is shown by whoever asked for it, not by bars of each process
+disable_progress_bar()  # each process would show its own
 
 
 def compile_blocks(model: PreTrainedModel) -> None:
-    """Compile the decoder's blocks in place: one piece of code for all layers of a kind and any number of tokens."""
-    # Capped attention is a loop over sequences, which would be compiled anew for every micro-batch.
+    """Compile the decoder's blocks in place: one graph for all layers of a kind and any number of tokens."""
+    # Capped attention is a loop over sequences, which would be recompiled for every micro-batch.
     capped = attention_softcap(model.config) > 0
     for layer in cast(nn.ModuleList, cast(nn.Module, model.model).layers):
         (cast(nn.Module, layer.mlp) if capped else layer).compile(dynamic=True)
@@ -36,14 +42,32 @@ def check_supported(config: PreTrainedConfig, where: str) -> None:
             f"{where} is a {config.model_type} model, which the trainer does not run, whatever the engine; "
             f"use one of the families {supported}"
         )
-    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    layer_types = getattr(config, "layer_types", None) or ()
+    if layer_types and len(layer_types) != config.num_hidden_layers:
+        raise ConfigError(
+            f"{where} contradicts itself: its config.json has {config.num_hidden_layers} layers and "
+            f"{len(layer_types)} layer_types; fetch the model again"
+        )
+    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
+    # Their angles depend on the longest position in a forward pass, so on other sequences of a micro-batch.
+    unstable = sorted(set(_rope_types(config)) & {"dynamic", "longrope"})
     for present, what in (
+        (getattr(config, "quantization_config", None), "quantised weights"),
+        (unstable, f"rotary embeddings of type {min(unstable, default='')}"),
         (getattr(config, "use_sliding_window", False), f"{config.model_type}'s sliding-window attention"),
         (getattr(config, "use_bidirectional_attention", False), "attention to what follows a token"),
         (unknown, f"layers of {min(unknown, default='')}"),
     ):
         if present:
             raise ConfigError(f"{where} has {what}, which the trainer does not run, whatever the engine; use another")
+
+
+def _rope_types(config: PreTrainedConfig) -> Iterator[str]:
+    """Of all layers; some families have parameters for each type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for each in (parameters, *parameters.values()):
+        if isinstance(each, dict) and "rope_type" in each:
+            yield each["rope_type"]
 
 
 def load_config(path: str) -> PreTrainedConfig:
@@ -53,8 +77,10 @@ def load_config(path: str) -> PreTrainedConfig:
     if looks_local and not Path(path).exists():
         raise ConfigError(f"model directory {path} does not exist; make it (`headway sft CONFIG`) or set model.path")
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(f"model {path} needs code of its own, which Headway does not run; use another") from error
         raise ConfigError(f"model {path} cannot be read: {_first_line(error)}") from error
     check_supported(config, path)
     return config
@@ -62,11 +88,16 @@ def load_config(path: str) -> PreTrainedConfig:
 
 def load_model(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of a transformers directory or hub name, with our attention."""
-    load_config(path)
+    check_weights(path, load_config(path))
     # transformers reports weights it cannot read by several unrelated exception types.
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="headway", output_loading_info=True
+            path,
+            dtype=dtype,
+            attn_implementation="headway",
+            output_loading_info=True,
+            trust_remote_code=False,
+            use_safetensors=True,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"the weights of {path} cannot be loaded: {_first_line(error)}") from error
@@ -74,10 +105,50 @@ def load_model(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel
     missing = sorted(loaded[1]["missing_keys"])
     if missing:
         raise ConfigError(f"the weights of {path} are incomplete: {missing[0]} is missing; fetch the model again")
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter.sum()) and not torch.isfinite(parameter).all():
+            raise ConfigError(f"the weights of {path} are damaged: {name} holds NaN or infinity; fetch the model again")
         # A mapped file's tensors start at odd addresses; some products differ by that, in their last bits.
         parameter.data = parameter.data.clone()
     return model
+
+
+def check_weights(path: str, config: PreTrainedConfig) -> None:
+    """Read the headers of a directory's weight files: refuse missing, pickled, truncated or contradicting ones."""
+    directory = Path(path)
+    if not directory.is_dir():
+        return
+    names: set[str] = set()
+    for file in _weight_files(directory):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                names |= set(opened.keys())
+        except (OSError, SafetensorError) as error:
+            sentence = f"the weights of {path} cannot be loaded: {file.name}: {_first_line(error)}"
+            raise ConfigError(f"{sentence}; fetch the model again") from error
+    layers = {int(found[1]) for name in names if (found := re.match(r"model\.layers\.(\d+)\.", name))}
+    if len(layers) != config.num_hidden_layers:
+        raise ConfigError(
+            f"{path} contradicts itself: its config.json has {config.num_hidden_layers} layers and its weights have "
+            f"{len(layers)}; fetch the model again"
+        )
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if (directory / INDEX).is_file():
+        try:
+            index = json.loads((directory / INDEX).read_text())
+            return [directory / name for name in sorted(set(index["weight_map"].values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"the weights of {directory} cannot be loaded: {INDEX} is damaged; fetch it again"
+            ) from error
+    if not (directory / SINGLE_FILE).is_file() and (pickles := sorted(directory.glob("*.bin"))):
+        raise ConfigError(
+            f"the weights of {directory} are a pickle ({pickles[0].name}), which can run code when it is loaded; "
+            "convert them to safetensors"
+        )
+    return [directory / SINGLE_FILE]
 
 
 def _first_line(error: Exception) -> str:

@@ -52,7 +52,7 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
         raise ConfigError(f"model directory {path} does not exist; name a transformers directory or a hub model")
     # transformers reports a missing, foreign or damaged tokenizer by half a dozen unrelated exception types.
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(f"{path} holds no tokenizer that transformers can load ({_first_line(error)})") from error
     # A directory with a model's config.json but no tokenizer files loads as a tokenizer of special tokens only.
@@ -69,15 +69,22 @@ def encode_prompt(
     chat: bool,
     template: Mapping[str, Any] | None = None,
 ) -> Ints:
-    """Tokens of a prompt: through the chat template, with its arguments, when `chat`; else the plain text without
-    special tokens."""
+    """Tokens of a prompt: through the chat template, with its arguments, when `chat`; else of the plain text."""
     if isinstance(prompt, str) and not chat:
-        return np.asarray(tokenizer.encode(prompt, add_special_tokens=False), np.int32)
+        return np.asarray(_encode_plain(tokenizer, prompt), np.int32)
     if not chat:
         raise ConfigError("a prompt of chat messages needs the model's chat template; set task.chat = true")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     text = render_chat(tokenizer, messages, template)
     return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+
+def _encode_plain(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """The text's tokens, after the beginning-of-text token where this tokenizer adds one: its model expects it."""
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    bos = tokenizer.bos_token_id
+    # Only that one: some tokenizers add an end-of-text token, too, after which nothing is left to say.
+    return [bos, *tokens] if bos is not None and tokenizer.encode(text)[:1] == [bos] != tokens[:1] else tokens
 
 
 def render_chat(

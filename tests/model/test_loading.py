@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from headway.config import InitSection
 from headway.errors import ConfigError
 from headway.model.device import find_device
-from headway.model.loading import build_model, load_config, load_model, model_shape, named_weights
+from headway.model.loading import build_model, check_weights, load_config, load_model, model_shape, named_weights
 
 FAMILIES = ["llama", "llama-untied", "qwen2", "qwen2-tied", "qwen3"]
 FAMILIES += ["mistral", "gemma", "gemma2", "gemma2-untied", "gemma3_text"]
@@ -126,3 +126,75 @@ def test_a_gpu_that_is_not_there_is_one_sentence() -> None:
     said = refused(lambda: find_device("trainer.device", wanted, torch.float32))
     assert said.startswith(f"trainer.device = {wanted} asks for a GPU that is not there")
     assert find_device("trainer.device", "cpu", torch.bfloat16) == torch.device("cpu")
+
+
+# What a directory must not make us do, or believe
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "embeddings of type dynamic"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised weights"),
+    ],
+)
+def test_what_would_give_silently_wrong_numbers_is_refused_by_name(
+    copied: Path, changed: dict[str, Any], what: str
+) -> None:
+    """Angles that follow the longest position of a pass would depend on a sequence's neighbours in a micro-batch."""
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | changed))
+    said = refused(lambda: load_config(str(copied)))
+    assert f"{what}, which the trainer does not run, whatever the engine; use another" in said
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_a_config_that_contradicts_the_weights_is_refused(copied: Path, num_layers: int) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    changed = {"num_hidden_layers": num_layers, "layer_types": None}
+    (copied / "config.json").write_text(json.dumps(config | changed))
+    assert f"its config.json has {num_layers} layers and its weights have 2" in refused(lambda: load_model(str(copied)))
+
+
+def test_code_in_a_model_directory_is_not_run(copied: Path) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    classes = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (copied / "config.json").write_text(json.dumps(config | {"model_type": "evil", "auto_map": classes}))
+    (copied / "evil.py").write_text(f"open({str(copied / 'ran')!r}, 'w')")
+    said = refused(lambda: load_config(str(copied)))
+    assert said == f"model {copied} needs code of its own, which Headway does not run; use another"
+    assert not (copied / "ran").exists()
+
+
+def test_a_pickled_checkpoint_is_refused_in_one_sentence(copied: Path) -> None:
+    (copied / "model.safetensors").rename(copied / "pytorch_model.bin")
+    said = refused(lambda: load_model(str(copied)))
+    assert said == (
+        f"the weights of {copied} are a pickle (pytorch_model.bin), which can run code when it is loaded; "
+        "convert them to safetensors"
+    )
+
+
+@pytest.mark.parametrize("num_bytes", [-1, 8, 5000])
+def test_truncated_weights_are_found_by_their_headers(copied: Path, num_bytes: int) -> None:
+    path = copied / "model.safetensors"
+    os.truncate(path, num_bytes if num_bytes > 0 else path.stat().st_size + num_bytes)
+    said = refused(lambda: check_weights(str(copied), load_config(str(copied))))
+    assert said.startswith(f"the weights of {copied} cannot be loaded: model.safetensors: ")
+
+
+def test_a_shard_that_is_missing_is_named(copied: Path) -> None:
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (copied / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model-00001-of-00002.safetensors: " in refused(lambda: check_weights(str(copied), load_config(str(copied))))
+
+
+def test_weights_that_are_not_finite_are_refused_by_the_tensor(copied: Path) -> None:
+    tensors = load_file(copied / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    said = refused(lambda: load_model(str(copied)))
+    assert said == (
+        f"the weights of {copied} are damaged: model.layers.1.mlp.up_proj.weight holds NaN or infinity; "
+        "fetch the model again"
+    )

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from headway.errors import ConfigError
@@ -113,3 +114,15 @@ def test_messages_that_the_template_refuses_are_one_sentence() -> None:
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ConfigError, match="roles must alternate"):
         encode_prompt(tokenizer, [{"role": "user", "content": "1"}], chat=True)
+
+
+def test_a_plain_prompt_begins_with_the_token_that_the_tokenizer_puts_before_any_text() -> None:
+    """Without it, a base model such as Gemma reads its prompt half a nat per token worse."""
+    tokenizer = build_character_tokenizer("12+=")
+    plain = encode_prompt(tokenizer, "1+2", chat=False).tolist()
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    assert encode_prompt(tokenizer, "1+2", chat=False).tolist() == plain, "it has one, and adds none"
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    processor = TemplateProcessing(single="<bos> $A <eos>", special_tokens=[("<bos>", bos), ("<eos>", eos)])
+    tokenizer.backend_tokenizer.post_processor = processor
+    assert encode_prompt(tokenizer, "1+2", chat=False).tolist() == [bos, *plain], "an end of text would end it"
