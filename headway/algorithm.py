@@ -150,7 +150,6 @@ class AlgorithmSection(Section):
     gamma: float = Field(1.0, gt=0, le=1, description="discount of later rewards, a turn or a token")
     gae_lambda: float = Field(1.0, ge=0, le=1, description="λ of generalised advantage estimation")
     critic_lr: float = Field(1e-5, gt=0, description="learning rate of the critic")
-    critic_warmup_steps: int = Field(0, ge=0, description="training steps in which only the critic learns")
 
     aggregate: Literal["token", "sequence", "constant"] = Field(
         "token", description="equal weight to tokens, to sequences, or to tokens by a constant length (Dr.GRPO)"

@@ -46,6 +46,7 @@ from headway.training.algorithms.losses import Figures, PolicyLossInput, PolicyL
 from headway.training.batches import MemoryFit, MicroBatch, Share, micro_batches, share_of, whole_sample
 from headway.training.checkpoint import CheckpointPart
 from headway.training.collective import Ranks, RankSpec, join
+from headway.training.companions import Companions
 from headway.training.optimizer import SCALE_SHIFTS, adamw, gradient_scale, learning_rate
 from headway.training.state import HostCopy, lock_pages_early, restore, sample_weights, state_tensors
 from headway.types import Batch, Floats, Ints, Sample, Scores, StepReport, WeightUpdate
@@ -108,6 +109,7 @@ class Trainer:
         if section.compile and self.device.type == "cuda" and self._dtype != torch.float32 and not deterministic:
             compile_blocks(self._model)
         self.optimizer = adamw(self.masters.named.values(), section, section.lr)
+        self._companions = Companions(algorithm, model.path, section, self._dtype, self.device)
         self.set_fit(fit or MemoryFit(section.token_budget, section.gradient_checkpointing))
         self._cost = partial(flops, shape=model_shape(self._model.config))
         self._before: dict[str, Tensor] | None = None  # the state a training step of several minibatches began with
@@ -140,8 +142,10 @@ class Trainer:
             self._has_trained = True
             lock_pages_early(self._state(), self.device)
         ranks, num_minibatches = self.ranks, self.section.minibatches
-        share = share_of(batch, self.algorithm.chosen, num_minibatches, self._cost, ranks.rank, ranks.num)
-        metrics: dict[str, float] = {}
+        advantages = self._companions.advantages(batch, self._pack)
+        chosen = self.algorithm.chosen
+        share = share_of(batch, chosen, num_minibatches, self._cost, ranks.rank, ranks.num, advantages)
+        metrics, learned = dict[str, float](), dict[str, float]()
         skipped, shifts = "a behaviour log-prob is not finite", list[int]()
         # Ratios are clamped: the loss of an infinite log-prob would be finite, and meaningless.
         if share.finite:
@@ -154,6 +158,7 @@ class Trainer:
             except torch.OutOfMemoryError as error:
                 self._reduce_memory(error, share.longest)
         if not skipped:
+            learned = self._companions.learn(batch, advantages, self._pack)
             self.version += 1
         return StepReport(
             version=self.version,
@@ -163,6 +168,7 @@ class Trainer:
             seconds=time.time() - started,
             metrics=self.algorithm.report(metrics)
             | share.figures
+            | learned
             | self._pass_figures(metrics)
             | self.fit.as_metrics(),
             weights_sample=sample_weights(self.masters),
@@ -280,6 +286,7 @@ class Trainer:
             advantages_T=micro_batch.advantages_M,
             mask_T=torch.ones_like(logprobs_M),
             counts_N=micro_batch.counts_N,
+            reference_T=self._companions.reference_logprobs(micro_batch),
             entropy_T=entropy_M if figures.entropy_coef else None,
         )
         output = self.algorithm.loss(inputs, figures)
@@ -294,7 +301,7 @@ class Trainer:
         return replace(micro_batch, proximal_M=self._forward(micro_batch)[0])
 
     def _state(self) -> dict[str, Tensor]:
-        return state_tensors(self.masters, self.optimizer)
+        return state_tensors(self.masters, self.optimizer) | self._companions.state()
 
     def _restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy this rank's rows of weights and moments into place."""
@@ -361,7 +368,8 @@ class Trainer:
     def _take_snapshot(self, state: Mapping[str, Tensor]) -> _Snapshot:
         rows = {name: self.ranks.rows(len(master)) for name, master in self.masters.named.items()}
         whole = {name: len(master) for name, master in self.masters.named.items()}
-        names = {key: key.partition("/")[2] for key, tensor in state.items() if tensor.ndim}
+        split = {key: tensor for key, tensor in state.items() if not key.startswith("critic/")}
+        names = {key: key.partition("/")[2] for key, tensor in split.items() if tensor.ndim}
         # Scalars are the same on all ranks.
         mine = {key: tensor for key, tensor in state.items() if key in names or self.ranks.rank == 0}
         pieces = {key: (rows[name].start, whole[name]) for key, name in names.items()}

@@ -1,4 +1,4 @@
-"""The chosen algorithm as one object: batch to advantages, micro-batch to loss, sums to the figures people read."""
+"""The chosen algorithm as one object: micro-batch to loss, and sums to the figures people read."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -7,9 +7,7 @@ from torch import Tensor
 
 from headway.algorithm import AlgorithmSection
 from headway.training.algorithms.corrections import log_ratio, second_moment_limit
-from headway.training.algorithms.credit import Advantages, Key, batch_advantages
 from headway.training.algorithms.losses import MASKS, Figures, PolicyLossInput, PolicyLossOutput, policy_loss
-from headway.types import Batch, Floats
 
 if TYPE_CHECKING:
     from headway.training.batches import Share
@@ -23,14 +21,6 @@ class Algorithm:
     def needs_proximal(self) -> bool:
         """Whether π_prox is needed before the first minibatch's own pass, which otherwise gives it for nothing."""
         return self.chosen.mask_second_moment > 0
-
-    def advantages(
-        self,
-        batch: Batch,
-        penalties: Mapping[Key, Floats] | None = None,
-        values: Mapping[Key, Floats] | None = None,
-    ) -> Advantages:
-        return batch_advantages(batch, self.chosen, penalties, values)
 
     def figures(
         self,

@@ -1,0 +1,174 @@
+"""Models on the trainer's side that are never published: the reference policy of a KL term, and the critic of PPO.
+
+Shape suffixes: T packed tokens of one micro-batch, M the trained tokens among them, C hidden size.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headway.algorithm import AlgorithmSection
+from headway.config import TrainerSection
+from headway.errors import ConfigError
+from headway.model.attention import PackedAttention
+from headway.model.loading import load_model
+from headway.model.logprobs import Policy, hidden_states
+from headway.model.tokenizer import load_tokenizer
+from headway.training.algorithms.credit import Advantages, Key, batch_advantages
+from headway.training.algorithms.losses import kl
+from headway.training.batches import MicroBatch, samples_of
+from headway.training.optimizer import adamw
+from headway.types import Batch, Floats, Sample
+
+Pack = Callable[[list[Sample]], list[MicroBatch]]
+
+
+class Reference:
+    """A policy that stays as it was loaded. Every rank has all of it."""
+
+    def __init__(self, path: str, policy_path: str, dtype: torch.dtype, device: torch.device, chunk: int):
+        theirs, ours = (load_tokenizer(each).get_vocab() for each in (path, policy_path))
+        if theirs != ours:
+            raise ConfigError(
+                f"the reference {path} has another vocabulary ({len(theirs)} tokens) than {policy_path} ({len(ours)}); "
+                "name a model of the same tokenizer in algorithm.reference"
+            )
+        self._policy = Policy(load_model(path, dtype), chunk).eval().requires_grad_(False).to(device)
+
+    @torch.no_grad()
+    def logprobs(self, micro_batch: MicroBatch) -> Tensor:
+        found: Tensor = self._policy(*micro_batch.forward_arguments)[0]
+        return found
+
+
+class Critic(nn.Module):
+    """Estimates the return that follows a state: the model it starts from with a head of one output, first 0."""
+
+    def __init__(self, path: str, section: TrainerSection, lr: float, device: torch.device):
+        super().__init__()
+        self._model = load_model(path, torch.float32)
+        self._head = nn.Linear(self._model.config.hidden_size, 1)
+        nn.init.zeros_(self._head.weight)
+        nn.init.zeros_(self._head.bias)
+        self.to(device)
+        head = cast(nn.Linear, self._model.lm_head).weight
+        tied = any(head is weight for weight in cast(nn.Module, self._model.model).parameters())
+        self._learned = [weight for weight in self.parameters() if tied or weight is not head]
+        self._optimizer = adamw(self._learned, section, lr)
+        self._clip_norm = section.clip_norm
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """The estimate before each trained token was sampled."""
+        tokens_T, positions_T, lengths, where_M, _ = micro_batch.forward_arguments
+        hidden_TC = hidden_states(self._model, tokens_T, positions_T, PackedAttention(lengths, tokens_T.device))
+        return cast(Tensor, self._head(hidden_TC.index_select(0, where_M - 1)).squeeze(-1))
+
+    def learn(self, micro_batches: Iterable[MicroBatch], returns: list[Tensor], num_tokens: int) -> dict[str, float]:
+        """One step towards the returns of all trained tokens; half the mean squared error before it."""
+        self._optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros(())
+        for micro_batch, returns_M in zip(micro_batches, returns, strict=True):
+            loss = (self(micro_batch) - returns_M).square().sum() / (2 * max(1, num_tokens))
+            loss.backward()
+            total = total + loss.detach().cpu()
+        norm = nn.utils.clip_grad_norm_(self._learned, self._clip_norm)
+        finite = bool(torch.isfinite(norm)) and bool(torch.isfinite(total))
+        if finite:
+            self._optimizer.step()
+        return {"critic_loss": float(total), "critic_grad_norm": float(norm), "critic_skipped": float(not finite)}
+
+    def state(self) -> dict[str, Tensor]:
+        """The live tensors of weights and moments, by the names they have in a checkpoint."""
+        tensors = {}
+        for name, weight in self.named_parameters():
+            tensors[f"critic/weights/{name}"] = weight.detach()
+            for moment, value in self._optimizer.state.get(weight, {}).items():
+                tensors[f"critic/{moment}/{name}"] = value
+        return tensors
+
+
+class Companions:
+    """The models an algorithm asks for, if any: what they add to a batch's advantages, and what they learn from it."""
+
+    def __init__(
+        self, chosen: AlgorithmSection, path: str, section: TrainerSection, dtype: torch.dtype, device: torch.device
+    ):
+        self._chosen, self._device = chosen, device
+        self._reference: Reference | None = None
+        self._critic: Critic | None = None
+        if chosen.needs_reference:
+            self._reference = Reference(chosen.reference or path, path, dtype, device, section.logprob_chunk)
+        if chosen.needs_critic:
+            self._critic = Critic(path, section, chosen.critic_lr, device)
+
+    def advantages(self, batch: Batch, pack: Pack) -> Advantages:
+        """Of the whole batch; a critic, or a KL penalty in the reward, looks at it before any weight moves."""
+        penalties = values = None
+        if self._reference is not None and self._chosen.kl_place == "reward":
+            penalties = _each_token(batch, pack, self._penalty)
+        if self._critic is not None:
+            values = _each_token(batch, pack, self._critic)
+        return batch_advantages(batch, self._chosen, penalties, values)
+
+    def learn(self, batch: Batch, advantages: Advantages, pack: Pack) -> dict[str, float]:
+        """The critic learns the returns that the advantages were estimated with; figures for the report."""
+        if self._critic is None:
+            return {}
+        keys, samples = keyed_samples(batch)
+        left = dict(advantages.returns)
+        returns: dict[int, Tensor] = {}
+        for key, sample in zip(keys, samples, strict=True):
+            num = len(sample.where)
+            returns[id(sample)], left[key] = torch.from_numpy(left[key][:num]), left[key][num:]
+        micro_batches = pack(samples)
+        targets = [torch.cat([returns[id(sample)] for sample in part.samples]) for part in micro_batches]
+        num_tokens = sum(len(sample.where) for sample in samples)
+        return self._critic.learn(micro_batches, [each.to(self._device) for each in targets], num_tokens)
+
+    def reference_logprobs(self, micro_batch: MicroBatch) -> Tensor | None:
+        return self._reference.logprobs(micro_batch) if self._reference else None
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of them; the reference is as it was loaded."""
+        return self._critic.state() if self._critic else {}
+
+    def _penalty(self, micro_batch: MicroBatch) -> Tensor:
+        assert self._reference is not None
+        reference_M = self._reference.logprobs(micro_batch)
+        return self._chosen.kl_coef * kl(micro_batch.behaviour_M, reference_M, self._chosen.kl_estimator)
+
+
+@torch.no_grad()
+def _each_token(batch: Batch, pack: Pack, figure: Callable[[MicroBatch], Tensor]) -> dict[Key, Floats]:
+    """A figure of every trained token, by trajectory."""
+    keys, samples = keyed_samples(batch)
+    found: dict[int, Floats] = {}
+    for micro_batch in pack(samples):
+        counts = [len(sample.where) for sample in micro_batch.samples]
+        for sample, own in zip(micro_batch.samples, figure(micro_batch).cpu().split(counts), strict=True):
+            found[id(sample)] = own.numpy()
+    return joined_by_key(batch, keys, [found[id(sample)] for sample in samples])
+
+
+def keyed_samples(batch: Batch) -> tuple[list[Key], list[Sample]]:
+    """Every sequence with trained tokens, and whose trajectory's it is."""
+    keys, samples = [], []
+    for group in batch.groups:
+        for trajectory in group.trajectories:
+            num = sum(int(sequence.loss_mask.sum()) for sequence in trajectory.sequences)
+            alone = type(group)(group.id, group.prompt_index, group.eta, 1, (trajectory,))
+            own = samples_of(alone, {(group.id, trajectory.index): np.zeros(num, np.float32)})
+            keys += [(group.id, trajectory.index)] * len(own)
+            samples += own
+    return keys, samples
+
+
+def joined_by_key(batch: Batch, keys: list[Key], arrays: list[Floats]) -> dict[Key, Floats]:
+    """The arrays of each trajectory's sequences one after another; of one without trained tokens, nothing."""
+    parts: dict[Key, list[Floats]] = {(group.id, t.index): [] for group in batch.groups for t in group.trajectories}
+    for key, array in zip(keys, arrays, strict=True):
+        parts[key].append(array)
+    return {key: np.concatenate([np.zeros(0, np.float32), *own]) for key, own in parts.items()}

@@ -1,0 +1,102 @@
+"""The reference policy and the critic: what they add to a step, and what of them is kept and published."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from training import make_batch, make_trainer, plain_model, reference_logprobs, save_state, stale_batch
+
+from headway.config import InitSection
+from headway.errors import ConfigError
+from headway.model.loading import build_model
+from headway.model.tokenizer import build_character_tokenizer
+from headway.training import checkpoint
+from headway.training.algorithms.credit import batch_advantages
+from headway.training.checkpoint import save_model
+from headway.training.companions import joined_by_key, keyed_samples
+from headway.types import Batch
+
+PPO: dict[str, Any] = {"preset": "ppo", "critic_lr": 1e-2}
+
+
+def test_a_reference_is_the_model_it_starts_from_and_stays_so(tiny_model: str) -> None:
+    trainer = make_trainer(tiny_model, kl_coef=0.1, lr=3e-2)
+    first = trainer.train(stale_batch(tiny_model)).metrics
+    assert first["reference_kl"] == pytest.approx(0, abs=1e-6)
+    second = trainer.train(stale_batch(tiny_model, version=1, first=10)).metrics
+    assert second["reference_kl"] > 1e-3
+
+
+def test_kl_in_the_loss_pulls_towards_the_reference(tiny_model: str) -> None:
+    batch = stale_batch(tiny_model)
+
+    def distance(coef: float) -> float:
+        trainer = make_trainer(tiny_model, kl_coef=coef, lr=1e-3)
+        for version in range(10):
+            metrics = trainer.train(Batch(version, batch.groups)).metrics
+        return metrics["reference_kl"]
+
+    assert distance(10.0) < 0.5 * distance(1e-9)
+
+
+def test_kl_in_the_reward_is_subtracted_before_normalisation(tiny_model: str) -> None:
+    batch = stale_batch(tiny_model)
+    trainer = make_trainer(tiny_model, kl_coef=0.5, kl_place="reward", kl_estimator="k1")
+    found = trainer._companions.advantages(batch, trainer._pack)
+    model, expected = plain_model(tiny_model), {}
+    for group in batch.groups:
+        for trajectory in group.trajectories:
+            (sequence,) = trajectory.sequences
+            with torch.no_grad():
+                exact = reference_logprobs(model, [sequence.tokens], [trajectory.temperature])[0].numpy()
+            where = sequence.loss_mask > 0
+            expected[group.id, trajectory.index] = 0.5 * (sequence.logprobs - exact)[where]
+    by_hand = batch_advantages(batch, trainer.algorithm.chosen, expected)
+    for key, advantages in by_hand.by_trajectory.items():
+        assert found.by_trajectory[key] == pytest.approx(advantages, abs=1e-4)
+    plain = batch_advantages(batch, trainer.algorithm.chosen)
+    assert any(abs(plain.by_trajectory[key][0] - found.by_trajectory[key][0]) > 1e-2 for key in expected)
+
+
+def test_a_reference_of_another_vocabulary_is_refused_with_a_sentence(tiny_model: str, tmp_path: Path) -> None:
+    tokenizer = build_character_tokenizer("01+=")
+    init = InitSection(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=16)
+    save_model(tmp_path / "other", build_model(init, len(tokenizer), 0, 1, 32, seed=0), tokenizer)
+    with pytest.raises(ConfigError, match="has another vocabulary") as error:
+        make_trainer(tiny_model, kl_coef=0.1, reference=str(tmp_path / "other"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_critic_learns_the_returns_of_a_batch(tiny_model: str) -> None:
+    trainer = make_trainer(tiny_model, lr=1e-6, **PPO)
+    batches = [Batch(version, make_batch().groups) for version in range(12)]
+    losses = [trainer.train(batch).metrics["critic_loss"] for batch in batches]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_critic_is_saved_and_continued_and_never_published(tiny_model: str, tmp_path: Path) -> None:
+    batch, after = make_batch(), make_batch(version=1, first=10)
+    trainer = make_trainer(tiny_model, lr=1e-3, **PPO)
+    trainer.train(batch)
+    assert trainer.published_weights().keys() == make_trainer(tiny_model).published_weights().keys()
+    save_state(trainer, tmp_path / "slot")
+    assert any(name.startswith("critic/weights/") for name in checkpoint.load(tmp_path / "slot").tensors)
+    again = make_trainer(tiny_model, lr=1e-3, **PPO)
+    again.read(str(tmp_path / "slot"))
+    assert again.adopt() == 1
+    ours, theirs = (each.train(after).metrics for each in (trainer, again))
+    assert ours == theirs and ours["critic_loss"] > 0
+
+
+def test_figures_of_tokens_come_back_under_their_trajectories() -> None:
+    batch = make_batch()
+    keys, samples = keyed_samples(batch)
+    numbers = [np.full(len(sample.where), float(number), np.float32) for number, sample in enumerate(samples)]
+    found = joined_by_key(batch, keys, numbers)
+    for group in batch.groups:
+        for trajectory in group.trajectories:
+            expected = sum(int(sequence.loss_mask.sum()) for sequence in trajectory.sequences)
+            assert len(found[group.id, trajectory.index]) == expected
+    assert [found[key][0] for key in keys] == list(range(len(samples)))
