@@ -126,7 +126,7 @@ class _Sandbox:
         poll.register(self.control, select.POLLIN)
         latest = deadline
         while not poll.poll(max(0.0, latest - time.monotonic()) * 1000):
-            latest, before = deadline + _queued_s(self.process.pid), latest
+            latest, before = deadline + queued_s(self.process.pid), latest
             if latest - before < _WORTH_WAITING_S:
                 raise TimeoutError("nothing was said in time")
         return wire.receive(self.control.fileno())
@@ -276,13 +276,13 @@ class Sandboxes:
         return _Sandbox(process, ours)
 
 
-def _queued_s(pid: int) -> float:
+def queued_s(pid: int) -> float:
     """Seconds that a process and its descendants waited for a processor; 0 where the kernel does not say."""
     total = 0.0
     with contextlib.suppress(OSError, ValueError, IndexError):
         total = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        total += sum(_queued_s(int(child)) for child in children)
+        total += sum(queued_s(int(child)) for child in children)
     return total
 
 
