@@ -62,16 +62,18 @@ def perturbed(answer: str) -> str:
         place = letters[-1]
         other = chr((ord(place[0]) - ord("A") + 1) % 26 + ord("A")) if place[0].isupper() else "q"
         return f"{answer[: place.start()]}{other if other != place[0] else 'w'}{answer[place.end() :]}"
-    if words := re.search(r"[a-zA-Z]{2,}(?=[^a-zA-Z]*$)", answer):
-        if "\\text" in answer or not answer.count("\\"):
-            return f"{answer[: words.start()]}not{answer[words.start() :]}"
+    words = re.search(r"[a-zA-Z]{2,}(?=[^a-zA-Z]*$)", answer)
+    if words and ("\\text" in answer or "\\" not in answer):
+        return f"{answer[: words.start()]}not{answer[words.start() :]}"
     return f"{answer} + 1"
 
 
 def plain_math_verify(answer: str, text: str) -> bool:
     from math_verify import parse, verify
 
-    return bool(verify(parse(f"${answer}$", parsing_timeout=None), parse(text, parsing_timeout=None), timeout_seconds=None))
+    return bool(
+        verify(parse(f"${answer}$", parsing_timeout=None), parse(text, parsing_timeout=None), timeout_seconds=None)
+    )
 
 
 def ask(rows: list[Message], verify: Callable[[Message, str], float]) -> Message:

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
+from headway.tasks.sandbox.seccomp import install
 from headway.tasks.sandbox.wire import Peer, Remote, WireError, decode, encode, receive, send
 
-_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _FILTER = 4, 38, 22, 2
 _MODULE = "solution"
 _ERROR_BYTES = 4000
 
@@ -58,7 +58,6 @@ class _Refused(Exception):
 
 def _confine(job: dict[str, Any]) -> None:
     """Limits and the filter of system calls, for this process and for ever."""
-    import ctypes
     import resource
 
     limits = job["limits"]
@@ -70,19 +69,8 @@ def _confine(job: dict[str, Any]) -> None:
         ("CORE", 0),
     ):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    if not job["filter"]:
-        return
-    code = ctypes.create_string_buffer(job["filter"], len(job["filter"]))
-
-    class Program(ctypes.Structure):
-        _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_void_p))
-
-    program = Program(len(job["filter"]) // 8, ctypes.cast(code, ctypes.c_void_p))
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if libc.prctl(_PR_SET_SECCOMP, _FILTER, ctypes.byref(program), 0, 0):
-        raise _Refused(f"the kernel takes no filter of system calls: {os.strerror(ctypes.get_errno())}")
+    if refusal := install(job["filter"]):
+        raise _Refused(f"the kernel takes no filter of system calls: {refusal}")
 
 
 # Tests: the judge and its candidate

@@ -289,7 +289,7 @@ def queued_s(pid: int) -> float:
 def _guest_code() -> bytes:
     """The guest's modules as code objects: the sandbox sees none of our files, and compiles nothing."""
     if not _CODE:
-        modules = [(module.__name__, Path(str(module.__file__))) for module in (wire, guest)]
+        modules = [(module.__name__, Path(str(module.__file__))) for module in (wire, seccomp, guest)]
         _CODE.append(marshal.dumps([(name, compile(path.read_text(), name, "exec")) for name, path in modules]))
     return _CODE[0]
 

@@ -7,14 +7,15 @@ subsystems no program of a task needs. Numbers the kernel added after this table
 """
 
 import errno
-import platform
+import os
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; arguments are little-endian
 _CLONE_THREAD = 0x10000
+_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _FILTER = 4, 38, 22, 2
 
 _NEWEST = 462
 """The highest number this table knows (`mseal`); later ones are alike on all architectures."""
@@ -51,33 +52,47 @@ _REFUSED = """
 """Name, number on x86_64, number on aarch64."""
 
 
-@dataclass(frozen=True)
-class _Machine:
+class _Machine(NamedTuple):
+    """What differs between processors."""
+
     audit: int
     column: int
     clone: int
     prlimit: int
+    openat: int
     alien: int | None  # numbers from here on are another calling convention (x32)
 
 
 _MACHINES = {
-    "x86_64": _Machine(0xC000003E, 1, clone=56, prlimit=302, alien=0x40000000),
-    "aarch64": _Machine(0xC00000B7, 2, clone=220, prlimit=261, alien=None),
+    "x86_64": _Machine(0xC000003E, 1, clone=56, prlimit=302, openat=257, alien=0x40000000),
+    "aarch64": _Machine(0xC00000B7, 2, clone=220, prlimit=261, openat=56, alien=None),
 }
 _CLONE3 = 435
+_SECOND_ARGUMENT, _THIRD_ARGUMENT = 24, 32
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_OPEN = 2
+
+_CHANGES_FILES = """
+    creat 85 -         truncate 76 45       ftruncate 77 46      rename 82 -          renameat 264 38
+    renameat2 316 276  mkdir 83 -           mkdirat 258 34       rmdir 84 -           link 86 -
+    linkat 265 37      unlink 87 -          unlinkat 263 35      symlink 88 -         symlinkat 266 36
+    chmod 90 -         fchmod 91 52         fchmodat 268 53      chown 92 -           fchown 93 55
+    lchown 94 -        fchownat 260 54      utimensat 280 88     openat2 437 437      setxattr 188 5
+"""
 
 
-def refused(machine: str) -> dict[str, int]:
+def refused(machine: str, table: str = _REFUSED) -> dict[str, int]:
     """The numbers of the refused system calls on a machine, by name."""
-    words = _REFUSED.split()
+    words = table.split()
     rows = [words[start : start + 3] for start in range(0, len(words), 3)]
     column = _MACHINES[machine].column
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
 
-def program(machine: str | None = None) -> bytes:
-    """The filter for this machine (or a named one); empty where it is neither x86_64 nor aarch64."""
-    name = machine or platform.machine()
+def program(machine: str | None = None, read_only: bool = False) -> bytes:
+    """The filter for this machine (or a named one); empty where it is neither x86_64 nor aarch64. With `read_only` no
+    file can be changed or opened for writing either."""
+    name = machine or os.uname().machine
     if name not in _MACHINES:
         return b""
     this = _MACHINES[name]
@@ -88,6 +103,12 @@ def program(machine: str | None = None) -> bytes:
     code += [_op(_AT_LEAST, _NEWEST + 1, 0, 1), _op(_RETURN, _ERRNO | errno.ENOSYS)]
     for number in sorted(refused(name).values()):
         code += _refuse(number, errno.EPERM)
+    if read_only:
+        for number in sorted(refused(name, _CHANGES_FILES).values()):
+            code += _refuse(number, errno.EACCES)
+        code += _refuse_writing(this.openat, _THIRD_ARGUMENT)
+        if name == "x86_64":
+            code += _refuse_writing(_OPEN, _SECOND_ARGUMENT)
     # A new thread is allowed, a new process is not; another process's limits are not ours to set.
     code += [_op(_EQUAL, this.clone, 0, 4), _op(_LOAD, _FIRST_ARGUMENT), _op(_ANY_BIT, _CLONE_THREAD, 1, 0)]
     code += [_op(_RETURN, _ERRNO | errno.EPERM), _op(_RETURN, _ALLOW)]
@@ -98,6 +119,30 @@ def program(machine: str | None = None) -> bytes:
 
 def _refuse(number: int, code: int) -> list[bytes]:
     return [_op(_EQUAL, number, 0, 1), _op(_RETURN, _ERRNO | code)]
+
+
+def _refuse_writing(number: int, flags: int) -> list[bytes]:
+    ending = [_op(_RETURN, _ERRNO | errno.EACCES), _op(_RETURN, _ALLOW)]
+    return [_op(_EQUAL, number, 0, 4), _op(_LOAD, flags), _op(_ANY_BIT, _WRITING, 0, 1), *ending]
+
+
+def install(code: bytes) -> str:
+    """Put this process behind a filter for ever; "" when it is, else why the kernel refused."""
+    import ctypes
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_void_p))
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    if not code:
+        return ""
+    kept = ctypes.create_string_buffer(code, len(code))
+    program = Program(len(code) // 8, ctypes.cast(kept, ctypes.c_void_p))
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if libc.prctl(_PR_SET_SECCOMP, _FILTER, ctypes.byref(program), 0, 0):
+        return os.strerror(ctypes.get_errno())
+    return ""
 
 
 def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:

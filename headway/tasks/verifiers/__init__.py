@@ -3,7 +3,10 @@
 The task is the prompt's row, the text is what the model wrote. `@verifier(...)` attaches what is known before the first
 text: the fields of the row it reads, a check that refuses a row it could never score, and what to load at start.
 
-`number` compares plain numbers; `code` runs programs in a sandbox and tries them with the row's tests.
+`number` compares plain numbers; `math_answer` compares any mathematical answer by equivalence; `code` runs programs
+in a sandbox; `choice`, `match`, `schema` and `form` judge letters, strings, JSON and format; `judge` asks a language
+model; `gym` takes prompts and scores from reasoning-gym. `answers` finds the final answer in a text, and `bounded`
+runs one function in a process that is killed at its deadline.
 """
 
 from collections.abc import Callable

@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-_MARKER = re.compile(r"####|answer(?:\*\*)?(?::|\s+is\b:?)|\\f?box(?:ed)?[ \t]*(?P<box>\{)|\\boxed[ \t]+(?P<bare>[^\s$]+)", re.IGNORECASE)
+_MARKER = re.compile(
+    r"####|answer(?:\*\*)?(?::|\s+is\b:?)|\\f?box(?:ed)?[ \t]*(?P<box>\{)|\\boxed[ \t]+(?P<bare>[^\s$]+)", re.IGNORECASE
+)
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 

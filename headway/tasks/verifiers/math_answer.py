@@ -1,18 +1,18 @@
 """Is the text's final answer equal to the row's, as mathematics? For answers of any form.
 
-The answer is the marked one (`headway.tasks.verifiers.answers`: `\\boxed{}`, `####`, `answer:`), or else the last formula
-of the text, or else its last number. It is compared by structure first: tuples, intervals, sets, lists (in any order),
-unions, matrices and `\\pm` element by element, brackets included; words (`even`, `\\text{(A)}`) as words; plain numbers
-exactly, with units, percent signs and thousands separators set aside. What is left, single expressions, is compared by
-math-verify and sympy.
+The answer is the marked one (`headway.tasks.verifiers.answers`: `\\boxed{}`, `####`, `answer:`), or else the last
+formula of the text, or else its last number. It is compared by structure first: tuples, intervals, sets, lists (in any
+order), unions, matrices and `\\pm` element by element, brackets included; words (`even`, `\\text{(A)}`) as words; plain
+numbers exactly, with units, percent signs and thousands separators set aside. What is left, single expressions, is
+compared by math-verify and sympy.
 
-1.0: equal. 0.0: not equal, or no answer, or one that cannot be read, or whose comparison exceeds its deadline or memory:
-the comparison runs in a process that is killed then (`headway.tasks.verifiers.bounded`). An error: the row's own answer
-cannot be read; such rows are refused at start. A text is never evaluated as Python.
+1.0: equal. 0.0: not equal, or no answer, or one that cannot be read, or whose comparison exceeds its deadline or
+memory: the comparison runs in a process that is killed then (`headway.tasks.verifiers.bounded`). An error: the row's
+own answer cannot be read; such rows are refused at start. A text is never evaluated as Python.
 """
 
 import re
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from headway.tasks.verifiers import Row, verifier
@@ -20,7 +20,7 @@ from headway.tasks.verifiers.answers import closing_brace, find_answer, last
 from headway.tasks.verifiers.bounded import Bounded, Exceeded
 from headway.tasks.verifiers.number import plain_number, same
 
-DEADLINE_S = 3.0
+DEADLINE_S = 2.0
 _LONGEST = 2000
 _OPEN, _CLOSE = "([{⟨", ")]}⟩"
 
@@ -39,6 +39,7 @@ _UNITS = re.compile(
 _BARE_FRACTION = re.compile(r"\\frac\s*(\\[a-z]+|\d|[a-zA-Z])\s*(\d|[a-zA-Z])(?![a-zA-Z])")
 _REPEATING = re.compile(r"(\d{0,20})\.(\d{0,20})\\overline\s*\{?(\d{1,20})\}?")
 _UNIT_POWER = re.compile(r"\\(?:text|mathrm|mbox|textrm)\s*\{[^{}\d]*\}\s*\^\s*\{?(\d)")
+_SPACES = re.compile(r"(?<!\\)\\[ ,]")
 _WORDS = re.compile(r"[a-zA-Z][a-zA-Z\s,'.-]*")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
@@ -47,7 +48,9 @@ def check_row(row: Row) -> str:
     """Why the row's answer cannot be compared with anything, or ""."""
     answer = row["answer"]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        return f"the row's answer is {'nothing' if answer is None else f'a {type(answer).__name__}'}, not text or a number"
+        return (
+            f"the row's answer is {'nothing' if answer is None else f'a {type(answer).__name__}'}, not text or a number"
+        )
     reference = reference_of(answer)
     if not reference.strip() or len(reference) > _LONGEST:
         return f"the row's answer is empty or longer than {_LONGEST} characters: {str(answer)[:80]!r}"
@@ -61,10 +64,7 @@ def check_row(row: Row) -> str:
 
 
 def warm_up() -> None:
-    import latex2sympy2_extended  # noqa: F401
-    import math_verify  # noqa: F401
-
-    _EQUAL("1", "\\frac{1}{1}")
+    _EQUAL("\\sqrt{2}x", "x \\sqrt{2}")
 
 
 @verifier(needs=("answer",), check_row=check_row, warm_up=warm_up)
@@ -126,7 +126,10 @@ def _last_formula(text: str) -> str | None:
         found = next(group for group in formula.groups() if group is not None)
         return found.rpartition("=")[2] if found.count("=") > 1 else found
     number = last(_LAST_NUMBER.finditer(text))
-    return number[0].rstrip(",") if number else (text.strip().splitlines() or [None])[-1]
+    if number:
+        return number[0].rstrip(",")
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else None
 
 
 # Words and plain numbers
@@ -167,13 +170,16 @@ def _compare(reference: str, given: str) -> bool:
 
 def _normal(text: str) -> str:
     """One spelling of many: what only sets, spaces or names an answer is gone."""
-    text = _REMOVED.sub("", text.strip().strip("$")).replace("\\,", " ").replace("~", " ").replace("−", "-")
+    text = _REMOVED.sub("", text.strip().strip("$")).replace("~", " ").replace("−", "-")
+    text = _SPACES.sub(" ", text)
     text = text.removeprefix("\\(").removesuffix("\\)").removeprefix("\\[").removesuffix("\\]")
-    text = text.replace("{,}", ",").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\ ", " ")
+    text = text.replace("{,}", ",").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     text = text.replace("\\{", "⟨").replace("\\}", "⟩").replace("\\lbrace", "⟨").replace("\\rbrace", "⟩")
     text = text.replace("\\$", "").replace("\\%", "%").replace("\\le ", "\\leq ").replace("\\ge ", "\\geq ")
     text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{\s*(and|or)\s*\}|(?<=[\d}\s])(?:and|or)(?=[\s\\\d$-])", ",", text)
-    text = re.sub(r"\s+(?=\d{3}(?!\d))(?<=\d\s)", "", text) if re.fullmatch(r"\s*-?\d{1,3}(\s+\d{3})+\s*", text) else text
+    text = (
+        re.sub(r"\s+(?=\d{3}(?!\d))(?<=\d\s)", "", text) if re.fullmatch(r"\s*-?\d{1,3}(\s+\d{3})+\s*", text) else text
+    )
     text = _BARE_FRACTION.sub(r"\\frac{\1}{\2}", text)
     text = _REPEATING.sub(_repeating_fraction, text)
     for _ in range(2):
@@ -326,5 +332,12 @@ def _readable(reference: str) -> bool:
     return every(_normal(reference))
 
 
-_EQUAL = Bounded(_compare, DEADLINE_S)
-_READ = Bounded(_readable, DEADLINE_S)
+@cache
+def _load() -> None:
+    """Import what reading needs, and read something: the grammar's tables are made on first use, by the parent of all
+    forks."""
+    _compare("\\frac{\\sqrt{2}}{3} x^2", "(x+1)^2 \\cdot \\pi")
+
+
+_EQUAL = Bounded(_compare, DEADLINE_S, prepare=_load)
+_READ = Bounded(_readable, DEADLINE_S, prepare=_load)

@@ -7,8 +7,8 @@ number. A box must hold a number and nothing else but a unit, a currency or `x =
 
 1.0: it equals the row's `answer` (int, float or text), exactly, whatever its length or form: 1,234.50, 10,\\!080, 3/4,
 \\frac{3}{4}, \\frac34, 2e3, - 5. An answer given as a float is compared to nine digits, because that is what a float of
-the row can promise. 0.0: any other number, or none. An error: the row's answer is no plain number; such rows are refused
-at start.
+the row can promise. 0.0: any other number, or none. An error: the row's answer is no plain number; such rows are
+refused at start.
 
 The text is hostile: nothing is evaluated, and every pattern here is linear in the length of the text (the possessive
 `++`, `*+` and `?+` never try a shorter match).
@@ -40,7 +40,9 @@ _AFTER = re.compile(
 )
 _TUPLE_BEFORE = re.compile(r"[(\[][^()\[\]]{0,40},\s*$")
 _TUPLE_AFTER = re.compile(r"\s*,[^()\[\]]{0,40}[)\]]")
-_WRAP = re.compile(r"^(?:\\?\$+|\\\(|\\\[|\\(?:text|mathrm|mathbf|textbf|mbox)(?=\{[^{}]*\}$))|(?<!\\)(?:\$+|\\\)|\\\])$")
+_WRAP = re.compile(
+    r"^(?:\\?\$+|\\\(|\\\[|\\(?:text|mathrm|mathbf|textbf|mbox)(?=\{[^{}]*\}$))|(?<!\\)(?:\$+|\\\)|\\\])$"
+)
 _POWER_OF_UNIT = re.compile(r"\}\^\{?[0-9]$")
 _UNIT = re.compile(
     r"(?:\\(?:text|mathrm|mbox|textbf|textrm)\s*\{[^{}]{0,60}\}(?:\^\{?[0-9]\}?)?|\^?\{?\s*\\circ\s*\}?|\^\\circ|°|\\?%|\\?\$"
