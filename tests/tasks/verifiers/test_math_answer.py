@@ -131,7 +131,9 @@ def test_a_worked_solution_is_a_reference_too() -> None:
     assert score("We add them.\n#### 1,200", "\\boxed{1200}") == 1.0
 
 
-@pytest.mark.parametrize("answer", [None, "", "  ", True, [1], "x" * 5000, "\\frac{", "((", "\\begin{matrix}", "1 + + )"])
+@pytest.mark.parametrize(
+    "answer", [None, "", "  ", True, [1], "x" * 5000, "\\frac{", "((", "\\begin{matrix}", "1 + + )"]
+)
 def test_a_row_that_cannot_be_compared_is_refused_at_start(answer: Any) -> None:
     assert check_row(verify, {"answer": answer})
 
