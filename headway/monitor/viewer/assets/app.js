@@ -1,0 +1,121 @@
+// The frame: which page is shown, for which runs, and how often live runs are read again.
+// The address after # is the whole state: #PAGE?run=0&step=12 …, so that every view is a link.
+
+import { get } from "./api.js";
+import { color, el, tip } from "./dom.js";
+import { configPage } from "./config_page.js";
+import { groupPage } from "./group_page.js";
+import { groupsPage } from "./groups_page.js";
+import { questionsPage } from "./questions_page.js";
+import { runPage } from "./run_page.js";
+import { timelinePage } from "./timeline_page.js";
+
+const PAGES = {
+  run: { title: "Run", show: runPage },
+  timeline: { title: "Timeline", show: timelinePage },
+  groups: { title: "Groups", show: groupsPage },
+  questions: { title: "Questions", show: questionsPage },
+  config: { title: "Config", show: configPage },
+  group: { title: null, show: groupPage },
+};
+const LIVE_EVERY_MS = 3000;
+
+export const state = { runs: [], hidden: new Set() };
+let refresh = null; // of the page that is shown: reads a live run again
+let leaving = new AbortController(); // ends what the page that is left has begun
+
+export function route() {
+  const [page, query] = location.hash.slice(1).split("?");
+  return { page: PAGES[page] ? page : "run", query: new URLSearchParams(query) };
+}
+
+export function link(page, parameters = {}) {
+  const query = new URLSearchParams(Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined && value !== ""));
+  return `#${page}${query.size ? `?${query}` : ""}`;
+}
+
+export function runColor(index) {
+  return color(`--run-${index % 6}`);
+}
+
+export function chosenRun() {
+  return Number(route().query.get("run") ?? 0);
+}
+
+export function runPicker(onchange) {
+  if (state.runs.length < 2) return null;
+  const options = state.runs.map((run, index) => el("option", { value: index, selected: index === chosenRun() }, run.name));
+  return el("select", { "aria-label": "run", onchange: (event) => onchange(Number(event.target.value)) }, options);
+}
+
+function drawHeader() {
+  const here = route().page;
+  const links = Object.entries(PAGES).filter(([, page]) => page.title);
+  document.getElementById("nav").replaceChildren(
+    ...links.map(([name, page]) => el("a", { href: link(name), class: name === here ? "here" : "" }, page.title)),
+  );
+  document.getElementById("runs").replaceChildren(
+    ...state.runs.map((run, index) => {
+      const box = el("input", { type: "checkbox", checked: !state.hidden.has(index), onchange: () => toggle(index) });
+      const swatch = el("span", { class: "swatch", style: { background: runColor(index) } });
+      return el("label", { title: run.directory }, state.runs.length > 1 ? box : null, swatch, run.name);
+    }),
+  );
+  const live = state.runs.filter((run) => run.live).length;
+  document.getElementById("status").textContent = live ? `${live} live` : state.runs.map((run) => run.status).join(", ");
+}
+
+function toggle(index) {
+  if (!state.hidden.delete(index)) state.hidden.add(index);
+  show();
+}
+
+export function problem(error) {
+  if (error.name !== "AbortError") {
+    document.getElementById("page").prepend(el("div", { class: "problem", role: "alert" }, error.message));
+  }
+}
+
+async function show() {
+  leaving.abort();
+  leaving = new AbortController();
+  refresh = null;
+  tip({}, null);
+  drawHeader();
+  const { page, query } = route();
+  const place = el("div");
+  document.getElementById("page").replaceChildren(place);
+  try {
+    refresh = (await PAGES[page].show(place, query, leaving.signal)) ?? null;
+  } catch (error) {
+    problem(error);
+  }
+}
+
+async function follow() {
+  for (;;) {
+    await new Promise((done) => setTimeout(done, LIVE_EVERY_MS));
+    if (document.hidden || !state.runs.some((run) => run.live)) continue;
+    try {
+      state.runs = (await get("runs")).runs;
+      drawHeader();
+      await refresh?.();
+    } catch (error) {
+      document.getElementById("status").textContent = error.message;
+    }
+  }
+}
+
+async function start() {
+  try {
+    state.runs = (await get("runs")).runs;
+  } catch (error) {
+    return problem(error);
+  }
+  addEventListener("hashchange", show);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
+  await show();
+  return follow();
+}
+
+start();
