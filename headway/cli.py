@@ -182,6 +182,20 @@ def replay(run: RunPath) -> None:
 
 
 @app.command()
+def view(
+    runs: Annotated[list[Path], typer.Argument(help="run directories, or directories of runs")],
+    port: Annotated[int, typer.Option(help="where to listen on loopback; 0 takes any free port")] = 0,
+) -> None:
+    """Open finished and live runs in the browser: curves, timeline, completions, and every token's provenance."""
+    from headway.monitor.viewer.command import serve
+
+    def announce(url: str) -> None:
+        _print(f"open {url} in a browser; the link is the key. Ctrl-C ends the viewer.")
+
+    asyncio.run(serve(runs, port, announce))
+
+
+@app.command()
 def report(run: RunPath) -> None:
     """Make summary.json, report.png and metrics.jsonl of a run again, and print the summary."""
     from headway.monitor.report import table, write_report

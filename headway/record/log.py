@@ -46,6 +46,23 @@ def scan(path: str | Path) -> Iterator[Event]:
         raise HeadwayError(f"cannot read the event log {path}: {error.strerror}; is this a run directory?") from error
 
 
+class Follower:
+    """Reads a log that may still be written: each `read` returns the whole events appended since the one before."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path, self._offset, self._num_read = Path(path), 0, 0
+
+    def read(self) -> Iterator[Event]:
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(start := self._offset)
+                for event, end in _scan(file, self._path, self._num_read):
+                    self._offset, self._num_read = start + end, self._num_read + 1
+                    yield event
+        except OSError as error:
+            raise HeadwayError(f"cannot read the event log {self._path}: {error.strerror}") from error
+
+
 class EventLog:
     """Appends events to one file. Appends come from one thread; a second one writes them, in order, many at a time.
 
@@ -236,21 +253,23 @@ def _open_locked(path: Path) -> int:
     return fd
 
 
-def _scan(file: BinaryIO, path: str | Path) -> Iterator[tuple[Event, int]]:
-    """Whole events, each with the offset of its end. A line that is no JSON is torn if it is the last, else damage."""
+def _scan(file: BinaryIO, path: str | Path, num_before: int = 0) -> Iterator[tuple[Event, int]]:
+    """Whole events, each with the offset of its end. A line that is no JSON is torn if it is the last, else damage.
+
+    `num_before` events lie before the place from which the file is read; offsets count from there.
+    """
     end = 0
     torn: tuple[int, bytes] | None = None
-    for number, line in enumerate(file, 1):
+    for number, line in enumerate(file, num_before + 1):
         if torn is not None:
             raise HeadwayError(_damage(path, *torn))
+        if not line.endswith(b"\n"):
+            return  # torn by a crash, or still being written
         try:
             event = _DECODER.decode(line)
         except msgspec.ValidationError as error:
             raise HeadwayError(_unknown(path, number, line, error)) from None
         except (msgspec.DecodeError, UnicodeDecodeError):
-            torn = number, line
-            continue
-        if not line.endswith(b"\n"):
             torn = number, line
             continue
         if event.seq != number - 1:

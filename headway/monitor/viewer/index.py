@@ -63,13 +63,15 @@ class GroupFacts:
     reason: str = ""  # why it was dropped
 
 
+COLUMNS = {"group": "q", "trajectory": "q", "prompt": "q", "step": "q", "reward": "d", "length": "q", "staleness": "q"}
+"""Of each row: its numbers, and their types as `array` names them."""
+
+
 class Rows:
     """The growing columns; `table` is what they hold now, as numpy arrays of one length."""
 
-    KINDS = {"group": "q", "trajectory": "i", "prompt": "q", "step": "q", "reward": "d", "length": "q", "staleness": "q"}
-
     def __init__(self) -> None:
-        self._columns = {name: array(kind) for name, kind in self.KINDS.items()}
+        self._columns: dict[str, array[Any]] = {name: array(kind) for name, kind in COLUMNS.items()}
         self._stop, self._state = bytearray(), bytearray()
         self._table: dict[str, NDArray[Any]] | None = None
 
@@ -244,7 +246,9 @@ class RunIndex:
 
     def _on_swapped(self, event: Swapped) -> None:
         end = event.time
-        self._span(f"{event.engine} weights", end - event.stage_s - event.pause_ms / 1000, end, 0.6, f"v{event.version}")
+        self._span(
+            f"{event.engine} weights", end - event.stage_s - event.pause_ms / 1000, end, 0.6, f"v{event.version}"
+        )
 
     def _on_evaluated(self, event: Evaluated) -> None:
         self.evaluations.append((self.at(event.time), event))

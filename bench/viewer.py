@@ -1,0 +1,128 @@
+"""How fast the web viewer opens and filters a very long run, and what a connected viewer costs a live one.
+
+The run is written here: as many steps and trajectories as asked for, in the real formats of event log and record. The
+viewer then opens it in a process of its own, and every query that a page makes is timed from outside, over HTTP.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from http.cookiejar import CookieJar
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS_DIR, Message, Record
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests" / "support")]
+
+QUERIES = {
+    "first page of runs": "runs",
+    "curves": "series?run=0",
+    "timeline, whole run": "timeline?run=0",
+    "groups, first page": "trajectories?run=0&limit=50",
+    "filter by reward and length": "trajectories?run=0&reward_min=1&length_max=12&limit=50",
+    "filter by step": "trajectories?run=0&step=500&limit=50",
+    "sort by staleness": "trajectories?run=0&sort=staleness&limit=50",
+    "one group": "group?run=0&group=1000",
+    "one trajectory's tokens": "tokens?run=0&group=1000&trajectory=0",
+}
+
+
+def write(directory: Path, steps: int, groups: int, size: int) -> None:
+    from recorded import RecordedRun, write_tokenizer  # type: ignore[import-not-found]
+
+    run = RecordedRun(directory, batch=groups, size=size, prompts=10_000)
+    write_tokenizer(directory / "model")
+    for step in range(steps):
+        run.step()
+        if step % 50 == 0:
+            run.flush()
+    run.end()
+
+
+class Browser:
+    """Opens the link, then asks queries with its cookie."""
+
+    def __init__(self, directory: Path) -> None:
+        self.started = time.perf_counter()
+        command = [sys.executable, "-u", "-m", "headway.cli", "view", str(directory)]
+        self._viewer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._viewer.stdout is not None
+        text = ""
+        while "browser" not in text:
+            text += self._viewer.stdout.readline()
+        self._url = text.replace("\n", " ").split()[1]
+        opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))
+        self._open: Callable[[str], Any] = opener.open
+        self._open(self._url).read()
+        self.opened_s = time.perf_counter() - self.started
+
+    def ask(self, query: str) -> float:
+        started = time.perf_counter()
+        json.loads(self._open(self._url.split("?")[0] + "api/" + query).read())
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        self._viewer.terminate()
+        self._viewer.wait()
+
+
+def measure(directory: Path, repetitions: int) -> Message:
+    from headway.monitor.viewer.index import RunIndex
+
+    started = time.perf_counter()
+    index = RunIndex(directory)
+    folded_s = time.perf_counter() - started
+    browser = Browser(directory)
+    try:
+        times = {name: [browser.ask(query) for _ in range(repetitions)] for name, query in QUERIES.items()}
+    finally:
+        browser.close()
+    return {
+        "trajectories": len(index.rows),
+        "steps": len(index.steps),
+        "log_mib": (directory / "events.jsonl").stat().st_size / 2**20,
+        "fold_s": folded_s,
+        "command_to_page_s": browser.opened_s,
+        "queries_ms": {name: [round(1000 * value, 1) for value in values] for name, values in times.items()},
+    }
+
+
+def main(arguments: list[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    parser = argparse.ArgumentParser(prog="headway bench viewer", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--groups", type=int, default=25, help="of a batch")
+    parser.add_argument("--group-size", type=int, default=4)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS_DIR / "viewer.json", help="where the record goes")
+    options = parser.parse_args(arguments)
+    record, console = Record("viewer", arguments), Console()
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "run"
+        write(directory, options.steps, options.groups, options.group_size)
+        found = measure(directory, options.repetitions)
+    table = Table(
+        title=f"{found['trajectories']:,} trajectories, {found['steps']:,} steps, {found['log_mib']:.0f} MiB of log"
+    )
+    for heading in ("", "median ms", "worst ms"):
+        table.add_column(heading, justify="right" if heading else "left")
+    table.add_row("from the command to the page", f"{1000 * found['command_to_page_s']:.0f}", "")
+    table.add_row("folding the log", f"{1000 * found['fold_s']:.0f}", "")
+    for name, values in found["queries_ms"].items():
+        table.add_row(name, f"{statistics.median(values):.0f}", f"{max(values):.0f}")
+    console.print(table)
+    record.write(options.out, figures=found)
+    console.print(f"written to {options.out}", highlight=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,133 @@
+"""What the viewer answers about a run: rows, groups, tokens and questions, equal to what the record holds."""
+
+from pathlib import Path
+
+import pytest
+from recorded import RecordedRun, write_tokenizer
+
+from headway.monitor.viewer.queries import Queries, merged
+
+HOSTILE = "<script>fetch('/')</script> \x1b[2J \u202eabc"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RecordedRun:
+    made = RecordedRun(tmp_path / "run")
+    write_tokenizer(tmp_path / "run" / "model")
+    for _ in range(5):
+        made.step()
+    return made
+
+
+def asked(recorded: RecordedRun, query: str, **parameters: object) -> dict:
+    recorded.flush()
+    return Queries([recorded.directory]).handlers[query]({name: str(value) for name, value in parameters.items()})
+
+
+def test_trajectories_are_filtered_by_step_reward_and_state(run: RecordedRun) -> None:
+    run.finish_group()
+    assert asked(run, "trajectories")["total"] == 21 * 4
+    assert {row["step"] for row in asked(run, "trajectories", step=2)["rows"]} == {2}
+    assert asked(run, "trajectories", reward_min=1, step=1)["total"] == 0
+    waiting = asked(run, "trajectories", state="waiting")
+    assert waiting["total"] == 4 and {row["group"] for row in waiting["rows"]} == {20}
+    assert asked(run, "trajectories", stop="length")["total"] == 0
+
+
+def test_trajectories_are_sorted_by_any_column_in_both_directions(run: RecordedRun) -> None:
+    up = [row["step"] for row in asked(run, "trajectories", sort="step", down=0)["rows"]]
+    down = [row["step"] for row in asked(run, "trajectories", sort="step")["rows"]]
+    assert up == sorted(up) and down == sorted(down, reverse=True)
+    assert [row["group"] for row in asked(run, "trajectories", limit=1)["rows"]] == [19]
+
+
+def test_a_search_finds_the_text_of_completions_and_of_failures(run: RecordedRun) -> None:
+    run.train([run.finish_group(["a needle in hay", "hay"], failure="ZeroDivisionError in rows.py:3")])
+    found = asked(run, "trajectories", search="NEEDLE")
+    assert [(row["group"], row["trajectory"]) for row in found["rows"]] == [(20, 0)]
+    assert "needle" in found["rows"][0]["preview"]
+    failed = asked(run, "trajectories", search="zerodivision")
+    assert [(row["trajectory"], row["state"]) for row in failed["rows"]] == [(2, "failed")]
+
+
+def test_tokens_carry_the_versions_and_log_probs_of_the_record(run: RecordedRun) -> None:
+    run.train([run.finish_group(["0123456789"])])
+    tokens = asked(run, "tokens", group=20, trajectory=0)
+    sampled = [place for place, known in enumerate(tokens["sampled"]) if known]
+    assert "".join(tokens["text"][place] for place in sampled) == "0123456789"
+    assert [tokens["version"][place] for place in sampled] == [4] * 5 + [5] * 5
+    assert tokens["behaviour"][sampled[0]] == pytest.approx(-0.1) and tokens["behaviour"][0] is None
+    assert tokens["turns"][0] == "prompt" and tokens["turns"][sampled[0]] == "the policy"
+    assert tokens["reward"][sampled[-1]] == 1.0
+
+
+def test_a_group_shows_its_prompt_completions_failures_and_the_same_prompt_at_other_steps(run: RecordedRun) -> None:
+    group = asked(run, "group", group=12)
+    assert group["text"] == "what is 2?" and group["step"] == 4
+    assert [one["text"] for one in group["trajectories"]] == ["the answer is 2"] * 4
+    assert group["same_prompt"] == [{"group": 2, "step": 1}]
+    number = run.finish_group(["x"], failure="it hung")
+    assert asked(run, "group", group=number)["failures"] == [{"trajectory": 1, "reason": "it hung"}]
+
+
+def test_the_prompt_that_went_from_wrong_to_right_is_found(run: RecordedRun) -> None:
+    rows = asked(run, "questions", ask="wrong_to_right")["rows"]
+    assert rows and all(row["cells"][1] == 1 and row["cells"][3] > 1 for row in rows)
+
+
+@pytest.mark.parametrize(
+    "question", ["then_and_now", "never_solved", "always_solved", "longest", "stalest", "why_dropped"]
+)
+def test_every_question_is_answered_with_rows_as_wide_as_its_headings(run: RecordedRun, question: str) -> None:
+    answer = asked(run, "questions", ask=question)
+    assert all(len(row["cells"]) == len(answer["headings"]) for row in answer["rows"])
+
+
+def test_series_have_one_value_for_each_step_and_the_metrics_are_described(run: RecordedRun) -> None:
+    series = asked(run, "series")
+    assert series["columns"]["step"] == [1, 2, 3, 4, 5]
+    assert all(len(column) == 5 for column in series["columns"].values())
+    assert series["columns"]["zero_variance"] == [1.0] * 5
+    assert {metric["name"] for metric in series["metrics"]} >= series["columns"].keys() - {"step", "wall_s"}
+
+
+def test_a_live_run_is_followed_without_reading_it_again(run: RecordedRun) -> None:
+    run.flush()
+    queries = Queries([run.directory])
+    assert queries.trajectories({"run": "0"})["total"] == 80
+    run.step()
+    run.flush()
+    with (run.directory / "events.jsonl").open("ab") as log:
+        log.write(b'{"kind":"admitted","seq":')  # still being written
+    assert queries.trajectories({"run": "0"})["total"] == 96
+    assert [len(queries.series({"run": "0"})["columns"]["step"])] == [6]
+
+
+def test_a_run_without_a_tokenizer_shows_token_numbers(tmp_path: Path) -> None:
+    bare = RecordedRun(tmp_path / "bare")
+    bare.train([bare.finish_group(["ab"])])
+    assert "⟨3⟩" in asked(bare, "group", group=0)["trajectories"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("query", "parameters"),
+    [
+        ("group", {"group": 99}), ("group", {"group": -1}), ("tokens", {"group": 0, "trajectory": 9}),
+        ("trajectories", {"run": 3}), ("trajectories", {"sort": "__class__"}), ("trajectories", {"reward_min": "nan"}),
+        ("trajectories", {"state": "x"}), ("trajectories", {"step": "x"}), ("questions", {"ask": "x"}),
+    ],
+)  # fmt: skip
+def test_a_question_that_makes_no_sense_is_a_value_error(run: RecordedRun, query: str, parameters: dict) -> None:
+    with pytest.raises(ValueError):
+        asked(run, query, **parameters)
+
+
+def test_hostile_text_passes_through_as_text(run: RecordedRun) -> None:
+    run.train([run.finish_group([HOSTILE])])
+    assert asked(run, "group", group=20)["trajectories"][0]["text"] == HOSTILE
+
+
+def test_spans_that_share_a_pixel_are_drawn_as_one_with_their_common_share() -> None:
+    spans = [(0.0, 1.0, 1.0, "a"), (1.0, 2.0, 0.0, "b"), (50.0, 60.0, 0.5, "c")]
+    assert merged(spans, 5.0) == [(0.0, 2.0, 0.5, "several; zoom in"), (50.0, 60.0, 0.5, "c")]
+    assert merged(spans, 0.1) == spans

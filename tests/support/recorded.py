@@ -1,0 +1,109 @@
+"""Runs on disk that were never trained: an event log with its record of trajectories, as large as a test wants."""
+
+import random
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from headway.record.events import (
+    Admitted,
+    Ended,
+    Event,
+    FailedTrajectory,
+    Finished,
+    RunStarted,
+    Taken,
+    TokenCounts,
+    Trained,
+)
+from headway.record.log import EVENTS_NAME, encode
+from headway.record.shards import RECORD_NAME, Record
+from headway.types import Completion, Failure, Group, Reward, Sequence, StopReason, Trajectory
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-*/=()<>&;:.,!?'\" \n#\x1b[\u202e"
+
+
+def encoded(text: str) -> np.ndarray:
+    return np.array([ALPHABET.index(character) + 3 for character in text], np.int32)  # <pad>, <eos>, <unk> come first
+
+
+def trajectory(index: int, prompt: str, text: str, reward: float, versions: tuple[int, int]) -> Trajectory:
+    """A completion whose second half was sampled by a later version."""
+    tokens = encoded(text)
+    stamped = np.repeat(np.array(versions, np.int32), [len(tokens) // 2, len(tokens) - len(tokens) // 2])
+    logprobs = -np.linspace(0.1, 2.0, len(tokens), dtype=np.float32)
+    sequence = Sequence.single_turn(encoded(prompt), Completion(tokens, logprobs, stamped, StopReason.STOP))
+    place = len(sequence.tokens) - 1
+    return Trajectory(index, (sequence,), (Reward(0, place, reward),), 1.0, (StopReason.STOP,))
+
+
+def write_tokenizer(directory: Path) -> None:
+    from headway.model.tokenizer import build_character_tokenizer
+
+    build_character_tokenizer(ALPHABET).save_pretrained(directory)
+
+
+class RecordedRun:
+    """Writes steps of one batch each; prompts repeat, and completions get better with the steps."""
+
+    def __init__(self, directory: Path, batch: int = 4, size: int = 4, prompts: int = 10) -> None:
+        self.directory, self.batch, self.size, self.prompts = directory, batch, size, prompts
+        (directory / RECORD_NAME).mkdir(parents=True)
+        self._record = Record(directory / RECORD_NAME)
+        self._random = random.Random(0)
+        self._log = (directory / EVENTS_NAME).open("ab")
+        self._seq, self._time = 0, 1_700_000_000.0
+        self.version = self.num_groups = 0
+        config = {"run": {"steps": 100, "dir": str(directory)}, "model": {"path": str(directory / "model")}}
+        self.add(RunStarted(config=config, config_hash="x", hardware={}, num_prompts=prompts, worst_staleness=1))
+
+    def add(self, event: Event, seconds: float = 0.0) -> None:
+        self._time += seconds
+        self._log.write(encode(msgspec.structs.replace(event, seq=self._seq, time=self._time)))
+        self._seq += 1
+
+    def finish_group(self, texts: list[str] | None = None, failure: str = "") -> int:
+        number, prompt = self.num_groups, self.num_groups % self.prompts
+        self.num_groups += 1
+        self.add(Admitted(group=number, prompt=prompt, eta=1, version=max(0, self.version - 1)))
+        good = self.version > 0
+        texts = texts or [f"the answer is {prompt if good or index else 0}" for index in range(self.size)]
+        versions = max(0, self.version - 1), self.version
+        made = tuple(
+            trajectory(index, f"what is {prompt}?", text, float(good), versions) for index, text in enumerate(texts)
+        )
+        failures = (Failure(len(made), failure, 3),) if failure else ()
+        group = Group(number, prompt, 1, len(made) + len(failures), made, failures)
+        ref = self._record.append(group)
+        self.add(
+            Finished(
+                group=number, shard=ref.shard, offset=ref.offset, num_bytes=ref.num_bytes, checksum=ref.checksum,
+                lengths=tuple(one.num_sampled for one in made), rewards=tuple(one.reward for one in made),
+                stops=tuple(one.stops[-1] for one in made), failures=FailedTrajectory.of(group),
+                oldest=versions[0], newest=versions[1], seconds=1.0,
+            )
+        )  # fmt: skip
+        return number
+
+    def train(self, groups: list[int]) -> None:
+        self.add(Taken(version=self.version, groups=tuple(groups)))
+        self.version += 1
+        self.add(
+            Trained(
+                version=self.version, groups=tuple(groups), tokens=100, started=self._time, seconds=1.0, wait_s=0.1,
+                staleness_mean=1.0, staleness_max=1, reward=0.5, metrics={"loss": 0.1, "entropy": 1.0}, digest="d",
+            ),
+            seconds=1.0,
+        )  # fmt: skip
+
+    def step(self) -> None:
+        self.train([self.finish_group() for _ in range(self.batch)])
+
+    def flush(self) -> None:
+        self._record.fsync()
+        self._log.flush()
+
+    def end(self) -> None:
+        self.add(Ended(status="finished", cause="", tokens=TokenCounts()))
+        self.flush()
