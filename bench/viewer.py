@@ -85,7 +85,7 @@ def measure(directory: Path, repetitions: int) -> Message:
     finally:
         browser.close()
     return {
-        "trajectories": len(index.rows),
+        "trajectories": len(index.table["group"]),
         "steps": len(index.steps),
         "log_mib": (directory / "events.jsonl").stat().st_size / 2**20,
         "fold_s": folded_s,
@@ -100,8 +100,8 @@ def main(arguments: list[str]) -> None:
 
     parser = argparse.ArgumentParser(prog="headway bench viewer", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--groups", type=int, default=25, help="of a batch")
-    parser.add_argument("--group-size", type=int, default=4)
+    parser.add_argument("--groups", type=int, default=13, help="of a batch")
+    parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS_DIR / "viewer.json", help="where the record goes")
     options = parser.parse_args(arguments)

@@ -29,7 +29,7 @@ ROOMS: list[tuple[str, int]] = [
     ("model", 1100),
     ("weights", 1300),
     ("tasks", 4000),
-    ("monitor", 1800),
+    ("monitor", 2900),
     ("engine", 5300),
     ("training", 3500),
     ("rollout", 2000),

@@ -4,9 +4,12 @@ A row is one trajectory. Columns are numpy arrays, so that a million rows are fi
 and tokens stay in the record and are read when somebody opens them.
 """
 
+import gc
 import threading
 from array import array
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,86 +43,127 @@ from headway.record.events import (
 from headway.record.log import EVENTS_NAME, Follower, is_being_written
 from headway.types import StopReason
 
-STATES = ("waiting", "taken", "trained", "dropped", "failed")
+STATES = ("waiting", "taken", "trained", "dropped", "failed", "in flight")
 STOPS = ("none", *(str(reason) for reason in StopReason))
 _STATE = {name: number for number, name in enumerate(STATES)}
-_STOP = {name: number for number, name in enumerate(STOPS)}
+_STOP: dict[StopReason | None, int] = {None: 0, **{reason: number for number, reason in enumerate(StopReason, 1)}}
+_NAN = float("nan")
 
 Span = tuple[float, float, float, str]
 """From, to (seconds of the run), the busy share, and what was done."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class GroupFacts:
     """What the log says of one group."""
 
     prompt: int
     eta: int
     version: int
-    finished: Finished | None = None
-    first_row: int = -1  # of its trajectories, once finished
-    step: int | None = None  # the version its batch made
-    state: str = "in flight"
-    reason: str = ""  # why it was dropped
+    finished: Finished | None
+    step: int | None  # the version its batch made
+    state: str
+    reason: str  # why it was dropped
 
 
-COLUMNS = {"group": "q", "trajectory": "q", "prompt": "q", "step": "q", "reward": "d", "length": "q", "staleness": "q"}
-"""Of each row: its numbers, and their types as `array` names them."""
+class Groups:
+    """One entry a group, by id; a fold of a million events touches nothing but a few flat arrays."""
+
+    def __init__(self) -> None:
+        self.prompt, self.eta, self.version = array("q"), array("q"), array("q")
+        self.step, self.state = array("q"), bytearray()
+        self.finished: list[Finished | None] = []
+        self.in_order: list[int] = []  # ids, as they finished
+        self.reasons: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self.finished)
+
+    def __getitem__(self, group: int) -> GroupFacts:
+        step = self.step[group]
+        return GroupFacts(
+            self.prompt[group],
+            self.eta[group],
+            self.version[group],
+            self.finished[group],
+            step if step >= 0 else None,
+            STATES[self.state[group]],
+            self.reasons.get(group, ""),
+        )
+
+    def __iter__(self) -> Iterator[GroupFacts]:
+        return (self[group] for group in range(len(self)))
+
+    def admit(self, event: Admitted) -> None:
+        self.prompt.append(event.prompt)
+        self.eta.append(event.eta)
+        self.version.append(event.version)
+        self.step.append(-1)
+        self.state.append(_STATE["in flight"])
+        self.finished.append(None)
+
+    def finish(self, event: Finished) -> None:
+        self.finished[event.group] = event
+        self.state[event.group] = _STATE["waiting"]
+        self.in_order.append(event.group)
+
+    def train(self, groups: Iterable[int], version: int) -> None:
+        for group in groups:
+            self.step[group], self.state[group] = version, _STATE["trained"]
 
 
 class Rows:
-    """The growing columns; `table` is what they hold now, as numpy arrays of one length."""
+    """One row a trajectory: what never changes is appended as groups finish; what does is looked up by group."""
 
     def __init__(self) -> None:
-        self._columns: dict[str, array[Any]] = {name: array(kind) for name, kind in COLUMNS.items()}
-        self._stop, self._state = bytearray(), bytearray()
-        self._table: dict[str, NDArray[Any]] | None = None
+        self._num_groups = 0
+        self._counts, self._oldest = array("q"), array("q")
+        self._trajectory, self._length, self._reward = array("q"), array("q"), array("d")
+        self._stop, self._failed = bytearray(), bytearray()
 
-    def __len__(self) -> int:
-        return len(self._state)
+    def table(self, groups: Groups) -> dict[str, NDArray[Any]]:
+        """All columns, of one length."""
+        for group in groups.in_order[self._num_groups :]:
+            event = groups.finished[group]
+            assert event is not None
+            self._add(event)
+        self._num_groups = len(groups.in_order)
+        ids, counts = np.array(groups.in_order, np.int64), np.array(self._counts)
+        step, oldest = np.array(groups.step)[ids], np.array(self._oldest)
+        of_group = {
+            "group": ids,
+            "prompt": np.array(groups.prompt)[ids],
+            "step": step,
+            "staleness": np.where((step < 0) | (oldest < 0), -1, step - 1 - oldest),
+            "state": np.frombuffer(bytes(groups.state), np.uint8)[ids],
+        }
+        table: dict[str, NDArray[Any]] = {name: np.repeat(column, counts) for name, column in of_group.items()}
+        table["state"] = np.where(np.frombuffer(bytes(self._failed), np.bool_), _STATE["failed"], table["state"])
+        table |= {"trajectory": np.array(self._trajectory), "length": np.array(self._length)}
+        table |= {"reward": np.array(self._reward), "stop": np.frombuffer(bytes(self._stop), np.uint8)}
+        return table
 
-    def add(self, facts: GroupFacts, event: Finished) -> None:
-        failed = {failure.trajectory for failure in event.failures}
-        places = [index for index in range(len(event.lengths) + len(failed)) if index not in failed]
-        columns = self._columns
-        for index, length, reward, stop in zip(places, event.lengths, event.rewards, event.stops, strict=False):
-            columns["group"].append(event.group)
-            columns["trajectory"].append(index)
-            columns["prompt"].append(facts.prompt)
-            columns["step"].append(-1)
-            columns["reward"].append(float("nan") if reward is None else reward)
-            columns["length"].append(length)
-            columns["staleness"].append(-1)
-            self._stop.append(_STOP[str(stop)] if stop is not None else 0)
-            self._state.append(_STATE["waiting"])
-        for failure in event.failures:
-            for name, value in (("group", event.group), ("trajectory", failure.trajectory), ("prompt", facts.prompt)):
-                columns[name].append(value)
-            columns["step"].append(-1)
-            columns["reward"].append(float("nan"))
-            columns["length"].append(failure.tokens)
-            columns["staleness"].append(-1)
-            self._stop.append(0)
-            self._state.append(_STATE["failed"])
-        self._table = None
-
-    def set_state(self, first: int, count: int, state: str, step: int = -1, staleness: int = -1) -> None:
-        number, failed = _STATE[state], _STATE["failed"]
-        for row in range(first, first + count):
-            if self._state[row] != failed:
-                self._state[row] = number
-            if step >= 0:
-                self._columns["step"][row] = step
-                self._columns["staleness"][row] = staleness
-        self._table = None
-
-    @property
-    def table(self) -> dict[str, NDArray[Any]]:
-        if self._table is None:
-            # Copies, because an array that is looked into cannot grow.
-            self._table = {name: np.array(column) for name, column in self._columns.items()}
-            self._table |= {"stop": np.array(self._stop), "state": np.array(self._state)}
-        return self._table
+    def _add(self, event: Finished) -> None:
+        count = len(event.lengths)
+        self._counts.append(count + len(event.failures))
+        self._oldest.append(-1 if event.oldest is None else event.oldest)
+        self._length.extend(event.lengths)
+        if None in event.rewards:
+            self._reward.extend(_NAN if reward is None else reward for reward in event.rewards)
+        else:
+            self._reward.extend(event.rewards)  # type: ignore[arg-type]  # none is None
+        self._stop.extend([_STOP[stop] for stop in event.stops])
+        self._failed.extend(bytes(count))
+        if not event.failures:
+            self._trajectory.extend(range(count))
+            return
+        failed = [failure.trajectory for failure in event.failures]
+        self._trajectory.extend([index for index in range(count + len(failed)) if index not in failed])
+        self._trajectory.extend(failed)
+        self._length.extend([failure.tokens for failure in event.failures])
+        self._reward.extend([_NAN] * len(failed))
+        self._stop.extend(bytes(len(failed)))
+        self._failed.extend(b"\1" * len(failed))
 
 
 @dataclass
@@ -137,11 +181,12 @@ class RunIndex:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
         self._follower = Follower(directory / EVENTS_NAME)
         self.config: dict[str, Any] = {}
-        self.groups: list[GroupFacts] = []
-        self.rows = Rows()
+        self.groups = Groups()
+        self._rows = Rows()
+        self._table: dict[str, NDArray[Any]] | None = None
         self.steps: list[Trained] = []
         self.step_wall_s: list[float] = []
         self.evaluations: list[tuple[float, Evaluated]] = []
@@ -173,8 +218,16 @@ class RunIndex:
         """Seconds that the run had lived at a unix time of its newest incarnation."""
         return max(0.0, time - self.started + self._offset)
 
+    @property
+    def table(self) -> dict[str, NDArray[Any]]:
+        """The trajectories as columns."""
+        with self._lock:
+            if self._table is None:
+                self._table = self._rows.table(self.groups)
+            return self._table
+
     def refresh(self) -> None:
-        with self.lock:
+        with self._lock, _without_collection():
             for event in self._follower.read():
                 self._fold(event)
 
@@ -189,6 +242,9 @@ class RunIndex:
         if handler is not None:
             handler(self, event)
 
+    def _on_admitted(self, event: Admitted) -> None:
+        self.groups.admit(event)
+
     def _on_run_started(self, event: RunStarted) -> None:
         self.config = event.config
 
@@ -199,42 +255,27 @@ class RunIndex:
     def _on_resumed(self, event: Resumed) -> None:
         self._span("trainer", event.time, event.time, 1.0, f"resumed at version {event.version}")
 
-    def _on_admitted(self, event: Admitted) -> None:
-        assert event.group == len(self.groups)
-        self.groups.append(GroupFacts(event.prompt, event.eta, event.version))
-
     def _on_finished(self, event: Finished) -> None:
-        facts = self.groups[event.group]
-        facts.finished, facts.first_row, facts.state = event, len(self.rows), "waiting"
-        self.rows.add(facts, event)
-
-    def _set(self, group: int, state: str, step: int = -1) -> None:
-        facts = self.groups[group]
-        facts.state = state
-        if step >= 0:
-            facts.step = step
-        if facts.finished is None:
-            return
-        oldest = facts.finished.oldest
-        staleness = -1 if step < 0 or oldest is None else step - 1 - oldest
-        count = len(facts.finished.lengths) + len(facts.finished.failures)
-        self.rows.set_state(facts.first_row, count, state, step, staleness)
+        self.groups.finish(event)
+        self._table = None
 
     def _on_taken(self, event: Taken) -> None:
         for group in event.groups:
-            self._set(group, "taken")
+            self.groups.state[group] = _STATE["taken"]
+        self._table = None
 
     def _on_trained(self, event: Trained) -> None:
-        for group in event.groups:
-            self._set(group, "trained", event.version)
+        self.groups.train(event.groups, event.version)
+        self._table = None
         self.steps.append(event)
         self.step_wall_s.append(self.at(event.time))
         self._span("trainer", event.started, event.started + event.seconds, 1.0, f"training step {event.version}")
 
     def _on_dropped(self, event: Dropped) -> None:
         for group in event.groups:
-            self._set(group, "dropped")
-            self.groups[group].reason = event.reason
+            self.groups.state[group] = _STATE["dropped"]
+            self.groups.reasons[group] = event.reason
+        self._table = None
         self.dropped[event.reason] += len(event.groups)
 
     def _on_skipped(self, event: Skipped) -> None:
@@ -270,6 +311,18 @@ class RunIndex:
 
     def _span(self, row: str, start: float, end: float, share: float, text: str) -> None:
         self.spans.setdefault(row, []).append((self.at(start), self.at(end), share, text))
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Reading a log makes a million objects and no garbage: looking for some would double the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 _HANDLERS: dict[type[Event], Any] = {

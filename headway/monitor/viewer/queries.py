@@ -151,8 +151,7 @@ class Queries:
     def trajectories(self, parameters: Parameters) -> dict[str, Any]:
         """One page of rows: filtered and sorted over columns; a text search reads the record of what is left."""
         run = self._run(parameters)
-        with run.index.lock:
-            table = run.index.rows.table
+        table = run.index.table
         rows = np.flatnonzero(matches(table, parameters))
         column = table.get(parameters.get("sort", "group"))
         if column is None:
@@ -175,11 +174,8 @@ class Queries:
     def group(self, parameters: Parameters) -> dict[str, Any]:
         run, number = self._run(parameters), int(parameters.get("group", ""))
         facts, group = run.facts(number), run.group(number)
-        others = [
-            {"group": other, "step": seen.step}
-            for other, seen in enumerate(run.index.groups)
-            if seen.prompt == facts.prompt and other != number
-        ]
+        same = np.flatnonzero(np.array(run.index.groups.prompt) == facts.prompt).tolist()
+        others = [{"group": other, "step": run.index.groups[other].step} for other in same if other != number]
         return {
             "prompt": facts.prompt,
             "state": f"{facts.state} ({facts.reason})" if facts.reason else facts.state,

@@ -58,7 +58,7 @@ def then_and_now(run: "OpenRun") -> Answer:
 
 def wrong_to_right(run: "OpenRun") -> Answer:
     """Prompts whose first group earned the least and a later one the most that the run ever paid."""
-    rewards = run.index.rows.table["reward"]
+    rewards = run.index.table["reward"]
     known = rewards[~np.isnan(rewards)]
     low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
     rows: list[dict[str, Any]] = []
@@ -83,7 +83,7 @@ def always_solved(run: "OpenRun") -> Answer:
 
 
 def _constant(run: "OpenRun", best: bool) -> Answer:
-    rewards = run.index.rows.table["reward"]
+    rewards = run.index.table["reward"]
     known = rewards[~np.isnan(rewards)]
     wanted = (float(known.max()) if best else float(known.min())) if len(known) else 0.0
     rows: list[dict[str, Any]] = []
@@ -98,7 +98,7 @@ def _constant(run: "OpenRun", best: bool) -> Answer:
 
 
 def _extreme(run: "OpenRun", column: str, note: str) -> Answer:
-    table = run.index.rows.table
+    table = run.index.table
     rows = []
     for row in np.argsort(-table[column], kind="stable")[:MOST_ROWS].tolist():
         group, index = int(table["group"][row]), int(table["trajectory"][row])
