@@ -13,63 +13,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.monitor.viewer.index import STATES, STOPS, GroupFacts, RunIndex, Span
+from headway.monitor.viewer.index import STATES, STOPS, RunIndex, Span
 from headway.monitor.viewer.metrics import METRICS, series_of
+from headway.monitor.viewer.opened import OpenRun
 from headway.monitor.viewer.questions import QUESTIONS
-from headway.monitor.viewer.texts import Texts
 from headway.monitor.viewer.tokens import token_columns
-from headway.record.shards import RECORD_NAME, Record, ShardRef
-from headway.types import Group, Trajectory
+from headway.types import Trajectory
 
 Parameters = Mapping[str, str]
 
 SEARCH_LIMIT = 2_000
 """Groups whose texts one search reads at most; the page says when there were more."""
 PREVIEW_CHARACTERS = 160
-
-
-class OpenRun:
-    """A run with its index, its record and its tokenizer."""
-
-    def __init__(self, directory: Path, name: str) -> None:
-        self.index = RunIndex(directory)
-        self.name = name
-        self._record = Record(directory / RECORD_NAME)
-        self._texts: Texts | None = None
-
-    @property
-    def texts(self) -> Texts:
-        if self._texts is None or not self._texts.found:
-            self._texts = Texts(self.index.directory, self.index.config)
-        return self._texts
-
-    def facts(self, group: int) -> GroupFacts:
-        if not 0 <= group < len(self.index.groups):
-            raise ValueError(f"the run has no group {group}; it admitted {len(self.index.groups)}")
-        return self.index.groups[group]
-
-    def group(self, group: int) -> Group | None:
-        """The trajectories, from the record; None while they are being generated."""
-        event = self.facts(group).finished
-        if event is None:
-            return None
-        return self._record.load(ShardRef(event.shard, event.offset, event.num_bytes, event.checksum))
-
-    def completion(self, trajectory: Trajectory) -> str:
-        """What the policy wrote, turns separated by a line."""
-        pieces = []
-        for sequence in trajectory.sequences:
-            first = int(np.argmax(sequence.versions >= 0)) if (sequence.versions >= 0).any() else len(sequence.tokens)
-            pieces.append(self.texts.text(sequence.tokens[first:].tolist()))
-        return "\n".join(pieces)
-
-    def prompt(self, group: Group) -> str:
-        if not group.trajectories or not group.trajectories[0].sequences:
-            return ""
-        sequence = group.trajectories[0].sequences[0]
-        sampled = sequence.versions >= 0
-        first = int(np.argmax(sampled)) if sampled.any() else len(sequence.tokens)
-        return self.texts.text(sequence.tokens[:first].tolist())
 
 
 class Queries:

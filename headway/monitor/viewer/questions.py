@@ -2,14 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from headway.monitor.viewer.index import STATES, GroupFacts
-
-if TYPE_CHECKING:
-    from headway.monitor.viewer.queries import OpenRun
+from headway.monitor.viewer.opened import OpenRun
 
 Answer = dict[str, Any]
 MOST_ROWS = 100
@@ -20,7 +18,7 @@ def _answer(note: str, headings: list[str], rows: list[dict[str, Any]]) -> Answe
     return {"note": note, "headings": headings, "rows": rows[:MOST_ROWS]}
 
 
-def _trained(run: "OpenRun") -> list[tuple[int, GroupFacts]]:
+def _trained(run: OpenRun) -> list[tuple[int, GroupFacts]]:
     return [(group, facts) for group, facts in enumerate(run.index.groups) if facts.step is not None]
 
 
@@ -28,19 +26,19 @@ def _rewards(facts: GroupFacts) -> list[float]:
     return [reward for reward in (facts.finished.rewards if facts.finished else ()) if reward is not None]
 
 
-def _first_text(run: "OpenRun", group: int) -> str:
+def _first_text(run: OpenRun, group: int) -> str:
     found = run.group(group)
     return run.completion(found.trajectories[0])[:TEXT_CHARACTERS] if found and found.trajectories else ""
 
 
-def _by_prompt(run: "OpenRun") -> dict[int, list[tuple[int, GroupFacts]]]:
+def _by_prompt(run: OpenRun) -> dict[int, list[tuple[int, GroupFacts]]]:
     found: dict[int, list[tuple[int, GroupFacts]]] = defaultdict(list)
     for group, facts in _trained(run):
         found[facts.prompt].append((group, facts))
     return found
 
 
-def then_and_now(run: "OpenRun") -> Answer:
+def then_and_now(run: OpenRun) -> Answer:
     """The first and the last completion of prompts that were seen more than once, the largest gain first."""
     pairs = []
     for prompt, seen in _by_prompt(run).items():
@@ -56,7 +54,7 @@ def then_and_now(run: "OpenRun") -> Answer:
     return _answer("Prompts that were trained more than once.", headings, rows)
 
 
-def wrong_to_right(run: "OpenRun") -> Answer:
+def wrong_to_right(run: OpenRun) -> Answer:
     """Prompts whose first group earned the least and a later one the most that the run ever paid."""
     rewards = run.index.table["reward"]
     known = rewards[~np.isnan(rewards)]
@@ -74,15 +72,15 @@ def wrong_to_right(run: "OpenRun") -> Answer:
     return _answer(note, ["row", "first step", "it wrote", "solved at step", "then it wrote"], rows)
 
 
-def never_solved(run: "OpenRun") -> Answer:
+def never_solved(run: OpenRun) -> Answer:
     return _constant(run, best=False)
 
 
-def always_solved(run: "OpenRun") -> Answer:
+def always_solved(run: OpenRun) -> Answer:
     return _constant(run, best=True)
 
 
-def _constant(run: "OpenRun", best: bool) -> Answer:
+def _constant(run: OpenRun, best: bool) -> Answer:
     rewards = run.index.table["reward"]
     known = rewards[~np.isnan(rewards)]
     wanted = (float(known.max()) if best else float(known.min())) if len(known) else 0.0
@@ -97,7 +95,7 @@ def _constant(run: "OpenRun", best: bool) -> Answer:
     return _answer(note, ["row", "groups", "completions", "the last one"], rows)
 
 
-def _extreme(run: "OpenRun", column: str, note: str) -> Answer:
+def _extreme(run: OpenRun, column: str, note: str) -> Answer:
     table = run.index.table
     rows = []
     for row in np.argsort(-table[column], kind="stable")[:MOST_ROWS].tolist():
@@ -107,15 +105,15 @@ def _extreme(run: "OpenRun", column: str, note: str) -> Answer:
     return _answer(note, ["group", "#", column, "reward", "state"], rows)
 
 
-def longest(run: "OpenRun") -> Answer:
+def longest(run: OpenRun) -> Answer:
     return _extreme(run, "length", "The longest trajectories, in sampled tokens.")
 
 
-def stalest(run: "OpenRun") -> Answer:
+def stalest(run: OpenRun) -> Answer:
     return _extreme(run, "staleness", "The trajectories trained with the oldest tokens, in versions.")
 
 
-def why_dropped(run: "OpenRun") -> Answer:
+def why_dropped(run: OpenRun) -> Answer:
     rows = [
         {"group": group, "cells": [group, facts.prompt, facts.reason, _why(run, facts)]}
         for group, facts in enumerate(run.index.groups)
@@ -125,11 +123,11 @@ def why_dropped(run: "OpenRun") -> Answer:
     return _answer(f"Groups dropped: {counts}.", ["group", "row", "reason", "first failure"], rows)
 
 
-def _why(run: "OpenRun", facts: GroupFacts) -> str:
+def _why(run: OpenRun, facts: GroupFacts) -> str:
     return facts.finished.failures[0].reason if facts.finished and facts.finished.failures else ""
 
 
-QUESTIONS: dict[str, tuple[str, Callable[["OpenRun"], Answer]]] = {
+QUESTIONS: dict[str, tuple[str, Callable[[OpenRun], Answer]]] = {
     "then_and_now": ("What did it write first, and what now?", then_and_now),
     "wrong_to_right": ("Which prompts went from wrong to right?", wrong_to_right),
     "never_solved": ("Never solved", never_solved),
