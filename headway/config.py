@@ -91,7 +91,8 @@ class SamplingSection(Section):
     top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0 keeps all")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the likeliest tokens up to this mass; 1 keeps all")
     max_tokens: int = Field(256, ge=1, description="longest completion")
-    stop_strings: list[str] = Field([], description="texts that end a completion, beside the end-of-text token")
+    stop_strings: list[str] = Field([], description="texts that end a completion, besides the model's end tokens")
+    stop_tokens: list[int | str] = Field([], description="further end tokens: ids, or texts such as <|im_end|>")
 
 
 class RolloutSection(Section):

@@ -49,7 +49,7 @@ from headway.types import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from headway.control.controller import Tasks
     from headway.rollout.evaluate import Evaluation
@@ -89,6 +89,7 @@ def prepare(config: Config) -> Prepared:
             check_there(reference)
     from headway.model.loading import (  # takes seconds, which a wrong path need not wait for
         check_weights,
+        end_tokens,
         load_config,
         model_shape,
     )
@@ -115,9 +116,13 @@ def prepare(config: Config) -> Prepared:
     _check_sizes(config, context, longest)
     check_fit(config, model_shape(model_config), bool(model_config.tie_word_embeddings), context)
     _check_vocabulary(config.model.path, model_config.vocab_size, [*prompts, *held_out])
-    stops = _stop_tokens(model_config.eos_token_id, tokenizer.eos_token_id)
-    sampling, eval_sampling = _samplings(config, stops)
-    return Prepared(config, model_config, context, longest, prompts, held_out, sampling, eval_sampling, loaded.notes)
+    stops = end_tokens(config.model.path, model_config) | {tokenizer.eos_token_id}
+    stops |= _stop_tokens(config.sampling.stop_tokens, tokenizer, model_config.vocab_size)
+    sampling, eval_sampling = _samplings(config, tuple(sorted(stops)))
+    notes = [*loaded.notes]
+    if sampling.top_k or sampling.top_p < 1:
+        notes.append("top-k or top-p truncates sampling, while log-probs are of the full distribution")
+    return Prepared(config, model_config, context, longest, prompts, held_out, sampling, eval_sampling, notes)
 
 
 def _limited(held_out: list[Prompt], limit: int) -> list[Prompt]:
@@ -198,9 +203,17 @@ def _check_vocabulary(path: str, vocab_size: int, prompts: list[Prompt]) -> None
         )
 
 
-def _stop_tokens(*ids: int | list[int] | None) -> tuple[int, ...]:
-    flat = [i for item in ids for i in (item if isinstance(item, list) else [item]) if i is not None]
-    return tuple(sorted(set(flat)))
+def _stop_tokens(named: list[int | str], tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> set[int]:
+    """The ids of `sampling.stop_tokens`, given as ids or as the tokens' texts."""
+    found = set()
+    for token in named:
+        number = token if isinstance(token, int) else tokenizer.get_vocab().get(token, -1)
+        if not 0 <= number < vocab_size:
+            raise ConfigError(
+                f"sampling.stop_tokens names {token!r}, which is no token of the model; use sampling.stop_strings"
+            )
+        found.add(number)
+    return found
 
 
 def identity(config: Config) -> str:

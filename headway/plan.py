@@ -109,8 +109,6 @@ def _warnings(prepared: Prepared) -> list[str]:
         found.append(
             "no C++ compiler (c++, g++ or clang++) was found; the engine runs at about two thirds of its speed"
         )
-    if config.sampling.top_k or config.sampling.top_p < 1:
-        found.append("top-k or top-p truncates sampling, while log-probs are of the full distribution")
     if len(prepared.prompts) < config.trainer.batch_groups:
         found.append(f"{len(prepared.prompts)} prompts are fewer than a batch; each step repeats some")
     if config.staleness.window < 0:

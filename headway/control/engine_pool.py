@@ -40,7 +40,7 @@ from headway.record.stats import StatsMeter
 from headway.runtime.channel import RemoteError
 from headway.runtime.gather import together
 from headway.types import EngineStats, Ints, Scores, WeightUpdate
-from headway.weights.probe import ScoreProof
+from headway.weights.probe import ScoreProof, check_parity
 
 _DRAIN_POLL_S = 0.05
 _MAX_CHECKS_PER_S = 100
@@ -257,6 +257,8 @@ class EnginePool:
         if wrong and report.fingerprints:
             raise WeightMismatch(f"{engine.name} runs other weights than version {update.version}: {wrong[0]} differs")
         scores = await worker.score(self._probe, 1.0)
+        if self._config.engine.kind == "embedded":
+            check_parity(engine.name, scores, published.reference, self._config.model.dtype)
         if not report.fingerprints:
             self._proofs[engine.name, engine.incarnation].check(engine.name, scores, published.reference)
         self._emit(

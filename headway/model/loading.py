@@ -5,14 +5,23 @@ Nothing of a model directory is executed: neither code of its own (`auto_map`) n
 
 import json
 import re
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from headway.config import InitSection
@@ -22,6 +31,8 @@ from headway.model.shape import ModelShape
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
+
+_loading = threading.Lock()
 
 disable_progress_bar()  # each process would show its own
 
@@ -89,6 +100,12 @@ def load_config(path: str) -> PreTrainedConfig:
 def load_model(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of a transformers directory or hub name, with our attention."""
     check_weights(path, load_config(path))
+    # Loading patches torch for the whole process: two threads at once would take each other's weights for missing.
+    with _loading:
+        return _load_model(path, dtype)
+
+
+def _load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     # transformers reports weights it cannot read by several unrelated exception types.
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -149,6 +166,15 @@ def _weight_files(directory: Path) -> list[Path]:
             "convert them to safetensors"
         )
     return [directory / SINGLE_FILE]
+
+
+def end_tokens(path: str, config: PreTrainedConfig) -> set[int]:
+    """Tokens that end a text: those of config.json, and of generation_config.json where chat models list theirs."""
+    listed = [config.eos_token_id]
+    # The file is optional, and from a hub only the attempt says whether it is there.
+    with suppress(OSError):
+        listed.append(GenerationConfig.from_pretrained(path).eos_token_id)
+    return {i for item in listed for i in (item if isinstance(item, list) else [item]) if i is not None}
 
 
 def _first_line(error: Exception) -> str:

@@ -8,8 +8,6 @@ Invariant that lives here:
      published and again where they are about to run, in one reading on the device.
 """
 
-import json
-import os
 from collections.abc import Mapping
 
 import torch
@@ -17,16 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.errors import InvariantBroken, WeightsUnreachable
+from headway.errors import InvariantBroken
 from headway.types import TensorInfo, WeightUpdate
+from headway.weights.ipc import TRANSPORT, share, unshare
 
-TRANSPORT = "cuda"
 _ALIGNMENT = 256
 _BLOCK = 4096
-
-_own: dict[str, Tensor] = {}
-"""Buffers this process published, by location: a process cannot map its own."""
-_mapped: dict[str, Tensor] = {}
 
 
 @triton.jit(do_not_specialize=["num_elements"])
@@ -105,8 +99,7 @@ class DevicePublisher:
     def _buffer(self, version: int, num_bytes: int) -> tuple[str, Tensor]:
         while len(self._buffers) < 2:
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            location = _location(buffer)
-            _own[location] = buffer
+            location = share(buffer)
             self._buffers.append((location, buffer))
         if len(self._buffers[version % 2][1]) < num_bytes:
             raise InvariantBroken(
@@ -116,44 +109,10 @@ class DevicePublisher:
 
     def close(self) -> None:
         for location, _ in self._buffers:
-            del _own[location]
+            unshare(location)
         self._buffers.clear()
 
 
 def _view(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
     num_bytes = like.numel() * like.element_size()
     return buffer[offset : offset + num_bytes].view(like.dtype).view(like.shape)
-
-
-def _location(buffer: Tensor) -> str:
-    """What another process needs to map the buffer, as text."""
-    parts = buffer.untyped_storage()._share_cuda_()
-    shown = [part.hex() if isinstance(part, bytes) else part for part in parts]
-    return json.dumps({"process": os.getpid(), "offset": buffer.storage_offset(), "storage": shown})
-
-
-def open_on_device(update: WeightUpdate) -> dict[str, Tensor]:
-    """The update's tensors as views of the publisher's buffer."""
-    buffer = _own.get(update.location)
-    if buffer is None:
-        buffer = _mapped.get(update.location)
-    if buffer is None:
-        buffer = _mapped[update.location] = _map(update)
-    tensors = {}
-    for info in update.tensors:
-        part = buffer[info.offset : info.offset + info.num_bytes]
-        tensors[info.name] = part.view(getattr(torch, info.dtype)).view(info.shape)
-    return tensors
-
-
-def _map(update: WeightUpdate) -> Tensor:
-    described = json.loads(update.location)
-    parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in described["storage"]]
-    torch.cuda.init()
-    # The memory is the publisher's and goes with it.
-    try:
-        storage = torch.UntypedStorage._new_shared_cuda(*parts)
-    except RuntimeError as error:
-        raise WeightsUnreachable(f"its publisher has ended ({error})") from error
-    whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return whole.set_(storage)[described["offset"] :]

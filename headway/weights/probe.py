@@ -13,6 +13,9 @@ from headway.types import Floats, Scores
 BOUND = {"float32": 0.01, "bfloat16": 0.25, "float16": 0.05}
 """The largest mean |Δ log-prob| of engine and trainer under the same weights. Seen with vLLM 0.32 on a CPU: 1e-6 in
 float32, 0.04 in bfloat16; other weights of the same shape differ by 1 and more."""
+PARITY = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.03}
+"""The same for an engine whose arithmetic follows the trainer's: at least five times what was seen on solutions to
+GSM8K's questions (5.8e-6, 0.028, 0.0035), and far below what a broken kernel does."""
 _DECIDES = 2.0
 """Versions whose scores differ by this many times the arithmetic's differences can be told apart."""
 _NEGLIGIBLE = 1e-4
@@ -23,6 +26,16 @@ def distance(one: tuple[Floats, ...], other: tuple[Floats, ...]) -> float:
     """The mean absolute difference of two scores of the same tokens, first tokens left out."""
     pairs = zip(one, other, strict=True)
     return float(np.mean(np.abs(np.concatenate([(a - b)[1:] for a, b in pairs]))))
+
+
+def check_parity(engine: str, scores: Scores, reference: Scores, dtype: str) -> None:
+    """Raise unless the embedded engine scores the probe as the trainer does, within the bound of the type."""
+    off, bound = distance(scores.logprobs, reference.logprobs), PARITY[dtype]
+    if not off <= bound:
+        raise WeightMismatch(
+            f"{engine} scores other log-probs than the trainer under version {reference.version}: its probe is off by "
+            f"{off:.3g} nats a token, and the bound is {bound:g} in {dtype}; use engine.kind = vllm"
+        )
 
 
 class ScoreProof:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headway.errors import WeightMismatch, WeightsUnreachable
 from headway.types import TensorInfo, WeightPlace, WeightUpdate
-from headway.weights import files, stream
+from headway.weights import files, ipc, stream
 from headway.weights.fingerprints import bytes_of, fingerprints, this_host
 from headway.weights.stream import Span
 
@@ -33,6 +33,7 @@ def open_update(update: WeightUpdate) -> dict[str, Tensor]:
 
 def open_whole(update: WeightUpdate) -> dict[str, Tensor]:
     """The update's tensors, whole and proved, whoever published which rows of them."""
+    ipc.release_other_publishers(update)
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     for part in update.parts or (update,):
         opened = open_update(part)
@@ -95,9 +96,7 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
 
 def _mapped(update: WeightUpdate, place: WeightPlace) -> dict[str, Tensor]:
     if place.transport == "cuda":
-        from headway.weights.cuda import open_on_device
-
-        return open_on_device(update)
+        return ipc.open_on_device(update)
     return _map_memory(update, place)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from headway.errors import InvariantBroken, WeightMismatch
 from headway.types import TensorInfo, WeightUpdate
 from headway.weights.fingerprints import digest, fingerprints
+from headway.weights.ipc import release_other_publishers
 from headway.weights.receive import receive
 
 
@@ -35,6 +36,7 @@ class ShadowWeights:
         parts = update.parts or (update,)
         on_device = parts[0].transport == "cuda"
         self._check_kinds(update)
+        release_other_publishers(update)
         untouched = self._untouched(update, on_device) if update.kind == "adapter" else {}
         # What each name will run, not what was published under it: tied here, two tensors may have arrived.
         running: dict[str, Tensor] = {}

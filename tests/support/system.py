@@ -111,7 +111,7 @@ def make_values(directory: Path, model: str, /, **sections: dict[str, Any]) -> d
         "task": {"train": f"{task}:rows", "eval": f"{task}:held_out", "verifier": f"{task}:verify"},
         "sampling": {"max_tokens": 12},
         "rollout": {"group_size": 3},
-        "engine": {"max_num_seqs": 12, "max_context": 32, "kv_tokens": 512, "prefill_chunk": 16},
+        "engine": {"max_num_seqs": 12, "max_context": 32, "kv_tokens": 4096, "prefill_chunk": 16},
         "staleness": {"max_staleness": 2},
         "trainer": {"batch_groups": 3, "lr": 3e-3, "token_budget": 128, "threads": 1},
         "checkpoint": {"every": 2},

@@ -7,6 +7,7 @@ hangs. The ledger adds up in every one of them.
 import asyncio
 import json
 import os
+import shutil
 import stat
 import time
 from pathlib import Path
@@ -29,7 +30,8 @@ from system import (
 
 from headway.config import Config, load
 from headway.control.workers import open_runtime
-from headway.errors import RunFailed
+from headway.errors import ConfigError, RunFailed
+from headway.launch import prepare
 from headway.record.events import Event
 from headway.record.shards import Record
 from headway.types import StopReason
@@ -258,3 +260,23 @@ def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run_with_a_se
     assert [event.reason for event in dropped] == ["non_finite", "non_finite"]
     assert check_fates(events).dropped["non_finite"] == sum(event.tokens for event in dropped) > 0
     assert events[-1].status == "failed" and "not finite" in events[-1].cause
+
+
+def test_completions_end_at_every_token_that_config_generation_config_and_the_user_name(
+    tmp_path: Path, tiny_model: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    listed = {"eos_token_id": [1, 40], "do_sample": True}
+    (model / "generation_config.json").write_text(json.dumps(listed))
+    prepared = prepare(make_config(tmp_path, str(model), sampling={"stop_tokens": ["a", 7, "<unk>"]}))
+    assert prepared.sampling.stop_tokens == prepared.eval_sampling.stop_tokens == (1, 2, 7, 13, 40)
+    for named in ("<|im_end|>", 5000):
+        with pytest.raises(ConfigError, match=f"sampling.stop_tokens names {named!r}, which is no token of the model"):
+            prepare(make_config(tmp_path, str(model), sampling={"stop_tokens": [named]}))
+
+
+def test_training_warns_of_truncated_sampling_as_a_dry_run_does(tmp_path: Path, tiny_model: str) -> None:
+    assert not prepare(make_config(tmp_path, tiny_model)).notes
+    for sampling in ({"top_p": 0.9}, {"top_k": 4}):
+        assert "truncates sampling" in prepare(make_config(tmp_path, tiny_model, sampling=sampling)).notes[-1]

@@ -18,7 +18,7 @@ from headway.engine.protocol import KvPolicy
 from headway.errors import WeightMismatch
 from headway.record.log import read
 from headway.types import Ints, Scores, SwapReport
-from headway.weights.probe import BOUND, ScoreProof, distance
+from headway.weights.probe import BOUND, PARITY, ScoreProof, check_parity, distance
 
 NUM_TOKENS = 188
 
@@ -130,3 +130,13 @@ def test_invariant_11_a_run_stops_when_an_engine_loads_nothing(stage_with: Calla
         stage.run()
     swapped = [event.version for event in read(stage.directory / "events.jsonl") if event.kind == "swapped"]
     assert swapped == [0, 1], "a version that was not proved must not count as confirmed"
+
+
+@pytest.mark.parametrize("dtype", PARITY)
+def test_invariant_6_parity_beyond_the_bound_of_the_type_stops_the_run(dtype: str) -> None:
+    """Parity is enforced; NaN is beyond any bound."""
+    exact = scores(3, START)
+    check_parity("engine-1", scores(3, START + random(1, PARITY[dtype])), exact, dtype)
+    for wrong in (START + random(1, 2 * PARITY[dtype]), np.full(NUM_TOKENS, np.nan)):
+        with pytest.raises(WeightMismatch, match=f"engine-1 scores other log-probs .* version 3: .* in {dtype}"):
+            check_parity("engine-1", scores(3, wrong), exact, dtype)

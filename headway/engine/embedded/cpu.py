@@ -24,7 +24,7 @@ from headway.engine.embedded.decoder import (
 from headway.engine.embedded.live_weights import LiveWeights
 from headway.engine.embedded.sampler import sample, uniforms
 from headway.engine.embedded.sequence import RunningSequence
-from headway.engine.embedded.slab_kv import DecodeAttention, KvMemory, PrefillAttention, Row, decode_order
+from headway.engine.embedded.slab_kv import DecodeAttention, KvMemory, PrefillAttention, Row, decode_order, least_tokens
 from headway.model.loading import model_shape
 from headway.types import Floats, Ints, WeightUpdate
 
@@ -34,9 +34,8 @@ class CpuExecutor:
 
     def __init__(self, model: PreTrainedModel, section: EngineSection, max_context: int, deterministic: bool):
         self._section, self._deterministic = section, deterministic
-        self.memory = KvMemory(
-            model_shape(model.config), model.dtype, section.kv_tokens or DEFAULT_KV_TOKENS, max_context
-        )
+        num_tokens = section.kv_tokens or max(DEFAULT_KV_TOKENS, least_tokens(max_context))
+        self.memory = KvMemory(model_shape(model.config), model.dtype, num_tokens, max_context)
         self.operations: RotatingOperations = TorchOperations()
         activation = activation_name(model.config)
         if native.supports(self.memory, activation):

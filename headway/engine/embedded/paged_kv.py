@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.errors import ConfigError
 from headway.model.shape import ModelShape
 
 PAGE = 16
@@ -33,7 +34,12 @@ class Pages:
 class PagedMemory:
     def __init__(self, shape: ModelShape, dtype: torch.dtype, num_tokens: int, max_context: int, device: torch.device):
         self.max_pages = _num_pages(max_context)
-        self.num_pages = max(2 * self.max_pages, num_tokens // PAGE)
+        self.num_pages = num_tokens // PAGE
+        if self.num_pages < 2 * self.max_pages:
+            raise ConfigError(
+                f"engine.kv_tokens = {num_tokens} cannot hold two sequences of up to {max_context} tokens; "
+                "raise it, or lower engine.max_context"
+            )
         self._free: NDArray[np.int32] = np.arange(self.num_pages - 1, -1, -1, dtype=np.int32)
         self._num_free = self.num_pages
         self._num_holders = np.zeros(self.num_pages, np.int32)

@@ -71,6 +71,7 @@ def _truncate(weights_V: Tensor, sampling: Sampling) -> None:
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if sampling.top_k:
         keep[sampling.top_k :] = False
+        ordered = torch.where(keep, ordered, 0.0)  # top-p is of what top-k leaves
     if sampling.top_p < 1:
         mass = ordered.double().cumsum(0)
         keep &= mass - ordered < sampling.top_p * mass[-1]

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.engine.embedded.decoder import Layer, RotatingOperations, Rotation
+from headway.errors import ConfigError
 from headway.model.attention import capped_attention, causal_attention
 from headway.model.shape import ModelShape
 
@@ -41,14 +42,30 @@ class _SizeClass:
     rows: list[Row] = field(default_factory=list)
 
 
+def _capacities(max_context: int) -> list[int]:
+    capacities = [SMALLEST_ROW]
+    while capacities[-1] < max_context:
+        capacities.append(2 * capacities[-1])
+    return capacities
+
+
+def least_tokens(max_context: int) -> int:
+    """The least memory in which a sequence can grow to the whole context."""
+    return 2 * _capacities(max_context)[-1]
+
+
 class KvMemory:
     def __init__(self, shape: ModelShape, dtype: torch.dtype, num_tokens: int, max_context: int):
         self.shape = shape
-        capacities = [SMALLEST_ROW]
-        while capacities[-1] < max_context:
-            capacities.append(2 * capacities[-1])
-        self.slab_tokens = max(SLAB_TOKENS, capacities[-1])
-        self.num_slabs = max(2, num_tokens // self.slab_tokens)
+        capacities = _capacities(max_context)
+        half = 1 << (max(num_tokens // 2, 1).bit_length() - 1)  # less memory than two large slabs is two small ones
+        self.slab_tokens = max(min(SLAB_TOKENS, half), capacities[-1])
+        self.num_slabs = num_tokens // self.slab_tokens
+        if self.num_slabs < 2:
+            raise ConfigError(
+                f"engine.kv_tokens = {num_tokens} cannot hold two sequences of up to {max_context} tokens, which take "
+                f"{least_tokens(max_context)} on a CPU; raise it, or lower engine.max_context"
+            )
         self._classes = [_SizeClass(capacity, self.slab_tokens // capacity) for capacity in capacities]
         self._free_slabs = list(range(self.num_slabs - 1, -1, -1))
         # Zeros, not empty: masked positions meet a weight of 0, and 0 × NaN would poison the row.

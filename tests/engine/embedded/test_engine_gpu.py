@@ -147,7 +147,8 @@ def test_invariant_11_a_changed_byte_stops_the_load(tiny_model: str) -> None:
 def test_invariant_11_weights_handed_over_on_the_device_are_proved_there(
     tiny_variant: Callable[[str], str], variant: str
 ) -> None:
-    from headway.weights.cuda import DevicePublisher, open_on_device
+    from headway.weights.cuda import DevicePublisher
+    from headway.weights.ipc import open_on_device
 
     path = tiny_variant(variant)
     core, publisher = make_core(path, deterministic=False), DevicePublisher(torch.device("cuda"))

@@ -38,11 +38,12 @@ def inverse_cdf(weights: list[float], uniform: float) -> int:
 
 
 def kept_by_truncation(probabilities: list[float], sampling: Sampling) -> set[int]:
-    """Top-k, then the smallest set of the likeliest whose mass reaches top-p; at least one token."""
+    """Top-k, then the smallest set of the likeliest whose part of what is left reaches top-p; at least one token."""
     order = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
+    total = math.fsum(probabilities[token] for token in order[: sampling.top_k or None])
     kept, mass = set[int](), 0.0
     for rank, token in enumerate(order):
-        if kept and ((sampling.top_k and rank >= sampling.top_k) or mass >= sampling.top_p):
+        if kept and ((sampling.top_k and rank >= sampling.top_k) or mass >= sampling.top_p * total):
             break
         kept.add(token)
         mass += probabilities[token]
@@ -184,6 +185,18 @@ def test_truncation_keeps_exactly_the_likeliest_and_renormalises(sampling: Sampl
     wrong = sum(int(token) != inverse_cdf(weights, u) for token, u in zip(tokens, numbers, strict=True))
     assert set(tokens.tolist()) <= kept
     assert wrong <= 2, "more than the borders between tokens can explain"
+
+
+def test_top_p_is_of_what_top_k_leaves_as_in_transformers() -> None:
+    """p = .5 .3 .12 .08, k = 2, p = 0.6: renormalised, the first token alone reaches 0.6."""
+    from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+
+    logits = torch.tensor([0.5, 0.3, 0.12, 0.08]).log()
+    for top_k, top_p in [(2, 0.6), (2, 0.65), (3, 0.6), (3, 0.9), (4, 0.85)]:
+        scores = TopPLogitsWarper(top_p)(None, TopKLogitsWarper(top_k)(None, logits[None].clone()))[0]
+        samplings, numbers = [Sampling(top_k=top_k, top_p=top_p)] * 400, np.linspace(0, 0.999, 400)
+        tokens, _ = sample(logits.repeat(400, 1), samplings, numbers)
+        assert set(tokens.tolist()) == set(scores.isfinite().nonzero()[:, 0].tolist()), (top_k, top_p)
 
 
 def test_a_row_is_not_touched_by_the_settings_or_logits_of_others() -> None:

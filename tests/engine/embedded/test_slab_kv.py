@@ -13,7 +13,8 @@ from torch import Tensor
 
 from headway.engine.embedded import native
 from headway.engine.embedded.decoder import Rotation, TorchOperations
-from headway.engine.embedded.slab_kv import DecodeAttention, KvMemory, PrefillAttention, Row, decode_order
+from headway.engine.embedded.slab_kv import DecodeAttention, KvMemory, PrefillAttention, Row, decode_order, least_tokens
+from headway.errors import ConfigError
 from headway.model.shape import ModelShape
 
 repeatable = settings(derandomize=True, deadline=None, database=None, max_examples=60)
@@ -146,7 +147,7 @@ def test_a_full_memory_answers_and_recovers_when_one_row_goes() -> None:
 
 
 def test_memory_is_never_so_small_that_one_sequence_cannot_grow_to_the_whole_context() -> None:
-    memory = KvMemory(SHAPE, torch.float32, num_tokens=1, max_context=3000)
+    memory = KvMemory(SHAPE, torch.float32, least_tokens(3000), max_context=3000)
     row = memory.allocate(1)
     assert row is not None
     assert all(memory.grow(row, num_tokens) for num_tokens in range(1, 3001))
@@ -255,3 +256,14 @@ def test_prefill_attention_in_packed_chunks_equals_one_query_at_a_time(window: i
             torch.testing.assert_close(whole[position], expected, atol=2e-6, rtol=1e-5)
         assert torch.equal(contents_LKSD(memory, rows[i])[2, :, :length], key[i].transpose(0, 1))
         assert (contents_LKSD(memory, rows[i])[0] == 0).all(), "another layer was written to"
+
+
+def test_little_memory_is_given_as_asked_and_too_little_refused() -> None:
+    """4,096 tokens is not the least there is: two sequences of the longest context are."""
+    for num_tokens, context in [(512, 256), (1000, 256), (4096, 64), (4095, 100), (100_000, 512)]:
+        memory = KvMemory(SHAPE, torch.float32, num_tokens, context)
+        assert num_tokens / 2 < memory.num_tokens <= num_tokens
+        rows = [memory.allocate(context) for _ in range(2)]
+        assert None not in rows
+    with pytest.raises(ConfigError, match=r"engine\.kv_tokens = 700 cannot hold two sequences of up to 300 tokens"):
+        KvMemory(SHAPE, torch.float32, 700, 300)
