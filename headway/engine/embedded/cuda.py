@@ -83,7 +83,7 @@ class PagedDecodeAttention(PagedAttention):
     """One query per row of the batch; rows that are finished read and write nothing. Plans go by their window."""
 
     def __init__(self, memory: PagedMemory, batch: DecodeBatch, plans: Mapping[int, DecodePlan]):
-        super().__init__(memory, batch.positions_B, batch.slots_B)
+        super().__init__(memory, batch.rows("positions"), batch.rows("slots"))
         self._batch, self._plans = batch, plans
 
     def attend(self, index: int, layer: Layer, qkv_TXD: Tensor, rotation: Rotation) -> Tensor:
@@ -93,8 +93,8 @@ class PagedDecodeAttention(PagedAttention):
             query_BHD,
             keys,
             values,
-            batch.table_BP,
-            batch.visible_B,
+            batch.rows("table"),
+            batch.rows("visible"),
             layer.scaling,
             window=layer.window,
             softcap=layer.softcap,
@@ -181,9 +181,9 @@ class CudaExecutor:
     # Prefill
 
     def prefill(self, chunks: Sequence[tuple[RunningSequence, int]]) -> None:
-        rows = [live.row for live, _ in chunks]
-        starts, lengths = [live.num_cached for live, _ in chunks], [length for _, length in chunks]
-        tokens = [live.tokens[live.num_cached : live.num_cached + length] for live, length in chunks]
+        rows = [sequence.row for sequence, _ in chunks]
+        starts, lengths = [sequence.num_cached for sequence, _ in chunks], [length for _, length in chunks]
+        tokens = [sequence.tokens[sequence.num_cached : sequence.num_cached + length] for sequence, length in chunks]
         with torch.cuda.stream(self._stream):
             self._forward(np.concatenate(tokens), rows, starts, lengths)
 
@@ -202,7 +202,7 @@ class CudaExecutor:
         with torch.cuda.stream(self._stream):
             self.memory.flush()
             order, self.device_s = self._batch.load(ready, bucket_of(len(ready))), 0.0
-            if any(live.request.sampling.top_k or live.request.sampling.top_p < 1 for live in ready):
+            if any(sequence.request.sampling.top_k or sequence.request.sampling.top_p < 1 for sequence in ready):
                 found = self._truncated_step([ready[i] for i in order])
             else:
                 graph = self._graph()
@@ -219,7 +219,7 @@ class CudaExecutor:
         """The step of the batch as it is loaded, captured when first needed."""
         key = self._batch.num_rows, self._batch.prefix is not None
         if key not in self._graphs:
-            self._batch.keep(self._step)  # kernels are compiled and libraries set up before anything is captured
+            self._batch.warm_up(self._step)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 self._step()
@@ -229,20 +229,19 @@ class CudaExecutor:
     def _step(self) -> None:
         self._batch.begin_step()
         logits_BV = self._logits()
-        batch = self._batch
-        sampled = kernels.sample(
-            logits_BV, batch.inverse_temperature_B, batch.greedy_B, batch.counters_B, batch.draws_B
-        )
-        batch.end_step(*sampled)
+        inverse_temperature_B, greedy_B = map(self._batch.rows, ("inverse_temperature", "greedy"))
+        counters_B, draws_B = map(self._batch.rows, ("counters", "draws"))
+        self._batch.end_step(*kernels.sample(logits_BV, inverse_temperature_B, greedy_B, counters_B, draws_B))
 
     def _logits(self) -> Tensor:
         batch = self._batch
+        lengths_B, heads = batch.rows("visible"), self._num_kv_heads
         plans = {
-            window: plan_decode(batch.visible_B, self._num_kv_heads, window=window, prefix=_prefix_seen(batch, window))
+            window: plan_decode(lengths_B, heads, window=window, prefix=_prefix_seen(batch, window))
             for window in self._decoder.windows
         }
         attention = PagedDecodeAttention(self.memory, batch, plans)
-        hidden_BC = self._decoder.hidden_states(batch.tokens_B, batch.positions_B, attention)
+        hidden_BC = self._decoder.hidden_states(batch.rows("tokens"), batch.rows("positions"), attention)
         return self._decoder.head.logits(hidden_BC)
 
     def _truncated_step(self, ordered: list[RunningSequence]) -> list[tuple[Ints, Floats]]:
@@ -250,8 +249,8 @@ class CudaExecutor:
         self._batch.begin_step()
         logits_BV = self._logits()[: len(ordered)].cpu()
         draws = uniforms(
-            np.array([live.counter for live in ordered], np.uint64),
-            np.array([live.num_tokens - live.num_prompt for live in ordered], np.uint64),
+            np.array([sequence.counter for sequence in ordered], np.uint64),
+            np.array([sequence.num_tokens - sequence.num_prompt for sequence in ordered], np.uint64),
         )
         tokens, logprobs = (x.numpy() for x in sample(logits_BV, [s.request.sampling for s in ordered], draws))
         return [(tokens[i : i + 1].astype(np.int32), logprobs[i : i + 1]) for i in range(len(ordered))]

@@ -52,66 +52,30 @@ class DecodeBatch:
         ]:
             self._device_tensors[name] = torch.zeros(shape, dtype=dtype, device=device)
             self._host_tensors[name] = torch.zeros(shape, dtype=dtype).pin_memory()
-        self._slots = torch.zeros(size, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(size, dtype=torch.int64, device=device)
-        self._visible = torch.zeros(size, dtype=torch.int32, device=device)
+        # What the device alone writes: where each row's last token goes, and how many tokens each row attends to.
+        for name, dtype in (("slots", torch.int64), ("positions", torch.int64), ("visible", torch.int32)):
+            self._device_tensors[name] = torch.zeros(size, dtype=dtype, device=device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._sampled = torch.zeros(num_steps, size, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(num_steps, size, dtype=torch.float32, device=device)
 
     # What a step reads
 
-    def _rows(self, name: str) -> Tensor:
+    def rows(self, name: str) -> Tensor:
+        """The part of a tensor that belongs to the batch as loaded; `visible` is 0 for rows that are finished."""
         return self._device_tensors[name][: self.num_rows]
-
-    @property
-    def tokens_B(self) -> Tensor:
-        return self._rows("tokens")
-
-    @property
-    def counters_B(self) -> Tensor:
-        return self._rows("counters")
-
-    @property
-    def draws_B(self) -> Tensor:
-        return self._rows("draws")
-
-    @property
-    def inverse_temperature_B(self) -> Tensor:
-        return self._rows("inverse_temperature")
-
-    @property
-    def greedy_B(self) -> Tensor:
-        return self._rows("greedy")
-
-    @property
-    def table_BP(self) -> Tensor:
-        return self._rows("table")
-
-    @property
-    def positions_B(self) -> Tensor:
-        return self._positions[: self.num_rows]
-
-    @property
-    def slots_B(self) -> Tensor:
-        return self._slots[: self.num_rows]
-
-    @property
-    def visible_B(self) -> Tensor:
-        """Tokens each row attends to: all it has, or none when it is finished."""
-        return self._visible[: self.num_rows]
 
     @property
     def prefix(self) -> SharedPrefix | None:
         if not self._num_groups:
             return None
         first, count, length = self._device_tensors["groups"][:, : max(1, self.num_rows // 2)]
-        return SharedPrefix(first, count, length, self._rows("starts"), MAX_GROUP)
+        return SharedPrefix(first, count, length, self.rows("starts"), MAX_GROUP)
 
     # The host's part
 
     def load(self, ready: Sequence[RunningSequence], num_rows: int) -> list[int]:
-        """Tell the device the next batch, padded to `num_rows`; the order in which it holds `ready`."""
+        """Upload the next batch, padded to `num_rows`; returns the order in which it holds `ready`."""
         order, groups = _by_prompt(ready)
         self.num_rows, self._num_groups = num_rows, len(groups)
         host = {name: tensor.numpy() for name, tensor in self._host_tensors.items()}
@@ -120,14 +84,14 @@ class DecodeBatch:
             host["groups"][:, number] = first, count, length
             host["starts"][first : first + count] = length
         self._lengths_before = host["lengths"][: len(order)].copy()
-        for name, tensor in self._device_tensors.items():
+        for name, tensor in self._host_tensors.items():
             part = slice(None) if name == "groups" else slice(num_rows)
-            tensor[part].copy_(self._host_tensors[name][part], non_blocking=True)
+            self._device_tensors[name][part].copy_(tensor[part], non_blocking=True)
         self._step.zero_()
         return order
 
     def results(self, num_rows: int, num_steps: int) -> list[tuple[Ints, Floats]]:
-        """What the steps since `load` sampled, row by row; waits for the device."""
+        """The tokens and log-probs sampled since `load`, row by row; waits for the device."""
         lengths = self._device_tensors["lengths"][:num_rows].to("cpu", non_blocking=True)
         sampled = self._sampled[:num_steps, :num_rows].to(torch.int32).T.contiguous().to("cpu", non_blocking=True)
         logprobs = self._logprobs[:num_steps, :num_rows].T.contiguous().to("cpu", non_blocking=True)
@@ -140,35 +104,19 @@ class DecodeBatch:
 
     def begin_step(self) -> None:
         """Where each row's last token goes, and what it sees."""
-        kernels.begin_step(
-            self._rows("lengths"),
-            self._rows("alive"),
-            self.table_BP,
-            self.positions_B,
-            self.slots_B,
-            self.visible_B,
-            self._step,
-            PAGE,
-        )
+        lengths_B, alive_B, table_BP = map(self.rows, ("lengths", "alive", "table"))
+        positions_B, slots_B, visible_B = map(self.rows, ("positions", "slots", "visible"))
+        kernels.begin_step(lengths_B, alive_B, table_BP, positions_B, slots_B, visible_B, self._step, PAGE)
 
     def end_step(self, sampled_B: Tensor, logprobs_B: Tensor) -> None:
         """Take the sampled tokens; rows that reached a stop token or their limit sample no more."""
-        kernels.end_step(
-            sampled_B,
-            logprobs_B,
-            self._rows("stop_tokens"),
-            self._rows("limits"),
-            self._step,
-            self.tokens_B,
-            self.draws_B,
-            self._rows("lengths"),
-            self._rows("alive"),
-            self._sampled,
-            self._logprobs,
-        )
+        stop_tokens_BE, limits_B = map(self.rows, ("stop_tokens", "limits"))
+        tokens_B, draws_B, lengths_B, alive_B = map(self.rows, ("tokens", "draws", "lengths", "alive"))
+        written = tokens_B, draws_B, lengths_B, alive_B, self._sampled, self._logprobs
+        kernels.end_step(sampled_B, logprobs_B, stop_tokens_BE, limits_B, self._step, *written)
 
-    def keep(self, step: Callable[[], None]) -> None:
-        """Run a step and forget that it ran."""
+    def warm_up(self, step: Callable[[], None]) -> None:
+        """Run a step and restore the state, so that a capture finds everything compiled."""
         names = ("tokens", "lengths", "alive", "draws")
         before = {name: self._device_tensors[name].clone() for name in names}
         step()
@@ -177,23 +125,23 @@ class DecodeBatch:
         self._step.zero_()
 
 
-def _write_rows(host: dict[str, NDArray[np.generic]], lives: Sequence[RunningSequence], num_rows: int) -> None:
-    """Field by field for all rows, since this happens between any two looks; padding is not alive."""
-    n = len(lives)
-    temperatures = np.array([live.request.sampling.temperature for live in lives], np.float32)
-    lengths = np.array([live.num_tokens for live in lives], np.int32)
-    host["tokens"][:n] = [live.tokens[live.num_tokens - 1] for live in lives]
+def _write_rows(host: dict[str, NDArray[np.generic]], sequences: Sequence[RunningSequence], num_rows: int) -> None:
+    """Field by field for all rows, since this happens at every host synchronisation; padding is not alive."""
+    n = len(sequences)
+    temperatures = np.array([sequence.request.sampling.temperature for sequence in sequences], np.float32)
+    lengths = np.array([sequence.num_tokens for sequence in sequences], np.int32)
+    host["tokens"][:n] = [sequence.tokens[sequence.num_tokens - 1] for sequence in sequences]
     host["lengths"][:n] = lengths
-    host["limits"][:n] = [live.limit for live in lives]
+    host["limits"][:n] = [sequence.limit for sequence in sequences]
     host["alive"][:n], host["alive"][n:num_rows] = 1, 0
-    host["counters"][:n] = np.array([live.counter for live in lives], np.uint64).view(np.int64)
-    host["draws"][:n] = lengths - np.array([live.num_prompt for live in lives], np.int32)
+    host["counters"][:n] = np.array([sequence.counter for sequence in sequences], np.uint64).view(np.int64)
+    host["draws"][:n] = lengths - np.array([sequence.num_prompt for sequence in sequences], np.int32)
     host["inverse_temperature"][:n] = np.where(temperatures > 0, 1 / np.where(temperatures > 0, temperatures, 1), 1)
     host["greedy"][:n] = temperatures == 0
     host["starts"][:num_rows], host["groups"][:], host["stop_tokens"][:num_rows] = 0, 0, -1
     stop_tokens, table = host["stop_tokens"], host["table"]
-    for row, live in enumerate(lives):
-        stops, pages = live.request.sampling.stop_tokens, live.row
+    for row, sequence in enumerate(sequences):
+        stops, pages = sequence.request.sampling.stop_tokens, sequence.row
         if stops:
             stop_tokens[row, : len(stops[:NUM_STOP_TOKENS])] = stops[:NUM_STOP_TOKENS]
         table[row, : pages.num_pages] = pages.held
@@ -202,10 +150,10 @@ def _write_rows(host: dict[str, NDArray[np.generic]], lives: Sequence[RunningSeq
 def _by_prompt(ready: Sequence[RunningSequence]) -> tuple[list[int], list[tuple[int, int, int]]]:
     """Rows with the same prompt pages side by side, and of each such group (first row, count, shared tokens)."""
     holders: dict[int, list[int]] = {}
-    for index, live in enumerate(ready):
+    for index, sequence in enumerate(ready):
         # Whole pages of the prompt are shared or not as one; without any, the row shares nothing.
-        shares = (live.num_prompt - 1) // PAGE > 0
-        holders.setdefault(int(live.row.ids[0]) if shares else -1 - index, []).append(index)
+        shares = (sequence.num_prompt - 1) // PAGE > 0
+        holders.setdefault(int(sequence.row.ids[0]) if shares else -1 - index, []).append(index)
     order: list[int] = []
     groups: list[tuple[int, int, int]] = []
     for members in holders.values():
