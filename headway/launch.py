@@ -26,7 +26,7 @@ from headway.control.staleness import StalenessControl, resolve_window
 from headway.control.workers import Fleet, make_private, open_runtime, start_trainer
 from headway.errors import ConfigError, RunFailed
 from headway.model.memory import check_fit
-from headway.model.tokenizer import load_tokenizer
+from headway.model.tokenizer import load_tokenizer, stop_tokens
 from headway.monitor.metrics import Metrics
 from headway.monitor.report import Summary, write_report
 from headway.monitor.view import View
@@ -49,7 +49,7 @@ from headway.types import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig
 
     from headway.control.controller import Tasks
     from headway.rollout.evaluate import Evaluation
@@ -117,7 +117,7 @@ def prepare(config: Config) -> Prepared:
     check_fit(config, model_shape(model_config), bool(model_config.tie_word_embeddings), context)
     _check_vocabulary(config.model.path, model_config.vocab_size, [*prompts, *held_out])
     stops = end_tokens(config.model.path, model_config) | {tokenizer.eos_token_id}
-    stops |= _stop_tokens(config.sampling.stop_tokens, tokenizer, model_config.vocab_size)
+    stops |= stop_tokens(config.sampling.stop_tokens, tokenizer, model_config.vocab_size)
     sampling, eval_sampling = _samplings(config, tuple(sorted(stops)))
     notes = [*loaded.notes]
     if sampling.top_k or sampling.top_p < 1:
@@ -201,19 +201,6 @@ def _check_vocabulary(path: str, vocab_size: int, prompts: list[Prompt]) -> None
             f"the tokenizer in {path} gives token {largest}, and its model knows {vocab_size} tokens; "
             "use the model's own tokenizer"
         )
-
-
-def _stop_tokens(named: list[int | str], tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> set[int]:
-    """The ids of `sampling.stop_tokens`, given as ids or as the tokens' texts."""
-    found = set()
-    for token in named:
-        number = token if isinstance(token, int) else tokenizer.get_vocab().get(token, -1)
-        if not 0 <= number < vocab_size:
-            raise ConfigError(
-                f"sampling.stop_tokens names {token!r}, which is no token of the model; use sampling.stop_strings"
-            )
-        found.add(number)
-    return found
 
 
 def identity(config: Config) -> str:

@@ -117,5 +117,16 @@ def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int] | Ints, s
     return str(tokenizer.decode(token_list, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
 
+def stop_tokens(named: list[int | str], tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> set[int]:
+    """The ids of `sampling.stop_tokens`, given as ids or as the tokens' texts."""
+    vocabulary = tokenizer.get_vocab() if any(isinstance(token, str) for token in named) else {}
+    found = {token: token if isinstance(token, int) else vocabulary.get(token, -1) for token in named}
+    for token, number in found.items():
+        if not 0 <= number < vocab_size:
+            problem = f"sampling.stop_tokens names {token!r}, which is no token of the model"
+            raise ConfigError(f"{problem}; name another, or set sampling.stop_strings")
+    return set(found.values())
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
