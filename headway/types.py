@@ -54,6 +54,14 @@ def _check_dtypes(owner: str, dtype: type, **arrays: NDArray[Any]) -> None:
 
 
 @noun
+class Chat:
+    """The messages of a chat prompt, and the arguments of the chat template that wrote them."""
+
+    messages: list[dict[str, Any]]
+    template: dict[str, Any]
+
+
+@noun
 class Prompt:
     """A task instance: its tokens, its text, and what its verifier needs; `source` names its task among several."""
 
@@ -62,6 +70,7 @@ class Prompt:
     text: str
     task: dict[str, Any]
     source: str = ""
+    chat: Chat | None = None  # None: the prompt is plain text
 
     def __post_init__(self) -> None:
         _check_dtypes("Prompt", np.int32, tokens=self.tokens)

@@ -18,7 +18,7 @@ from headway.errors import ConfigError
 from headway.model.tokenizer import Messages, encode_prompt
 from headway.tasks.datasets import Row, distinct, load_rows, same_prompt_key
 from headway.tasks.scoring import needs_of_task, row_checks
-from headway.types import Ints, Prompt
+from headway.types import Chat, Ints, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,7 +101,7 @@ class _Reader:
                 lengths[index] = len(tokens)
                 continue
             text = str(self._tokenizer.decode(tokens.tolist()))
-            prompts.append(Prompt(first_index + index, tokens, text, rows[index], self.name))
+            prompts.append(Prompt(first_index + index, tokens, text, rows[index], self.name, self._chat(rows[index])))
         self._note_long(reference, lengths, sum(wanted))
         return prompts
 
@@ -138,6 +138,10 @@ class _Reader:
         if len(lengths) == num_wanted:
             raise ConfigError(f"{reference}: {told}, so none is left; raise engine.max_context or shorten them")
         self._notes.append(f"{reference}: {told} and are left out (row {longest} has {lengths[longest]})")
+
+    def _chat(self, row: Row) -> Chat | None:
+        messages = compose(self.task, row[self.task.prompt_field])
+        return Chat(messages, self.task.template) if isinstance(messages, list) else None
 
     def _encode(self, row: Row, where: str) -> Ints:
         tokens = encode_row(self.task, self._tokenizer, row, where)

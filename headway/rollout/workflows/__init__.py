@@ -2,7 +2,9 @@
 
 It lives in a rollout worker and sees the world through its `Episode`: it may generate, verify, and turn tokens into
 text and back. Everything it samples goes through `Episode.generate`, which keeps tokens, log-probs and versions exact.
-`single_turn` is the shortest workflow.
+`single_turn` is the shortest workflow; `conversation` makes one of several turns a matter of lines, as `multi_turn`
+(try again until it is right), `tools` (functions and a Python interpreter) and `agent` (any client of the OpenAI API)
+show.
 """
 
 from typing import TYPE_CHECKING, Protocol
