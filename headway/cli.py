@@ -1,4 +1,4 @@
-"""headway train | sft | eval | rollout | engines | replay | report | algorithms | bench: the command line.
+"""headway train | sft | eval | serve | rollout | engines | replay | report | algorithms | bench: the command line.
 
 Errors written for people are printed as their one sentence; anything else is a bug and keeps its trace.
 """
@@ -7,6 +7,7 @@ import asyncio
 import runpy
 import sys
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -144,13 +145,43 @@ def sft(context: typer.Context, config: ConfigPath) -> None:
 def evaluate(context: typer.Context, config: ConfigPath) -> None:
     """Held-out accuracy of the model at model.path."""
     from headway import launch
+    from headway.rollout.evaluate import table
 
-    found = _with_view(lambda view: launch.evaluate_only(_load(config, context), view))
+    loaded = _load(config, context)
+    found = _with_view(lambda view: launch.evaluate_only(loaded, view))
     accuracy = "unknown" if found.accuracy is None else f"{found.accuracy:.1%}"
+    _print(table(found, loaded.evaluate.samples))
     _print(
         f"accuracy {accuracy} on {found.num} problems "
         f"({found.num_failed} without a verdict), {found.mean_tokens:.0f} tokens each, {found.seconds:.1f} s"
     )
+    _print(f"every problem with its completions: {launch.problems_path(loaded)}")
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="transformers directory or hub name")],
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0 takes a free one")] = 8000,
+    key: Annotated[str, typer.Option(help="API key clients have to give; one is made and printed if empty")] = "",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
+    max_context: Annotated[int, typer.Option(min=0, help="longest sequence; 0 takes the model's limit")] = 0,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="sequences decoded together")] = 64,
+) -> None:
+    """Serve a model through the OpenAI API (chat completions, completions) on the embedded engine."""
+    from headway.config import EngineSection, ModelSection
+    from headway.config import section as make_section
+    from headway.rollout.endpoint_serve import serve as serve_model
+
+    engine = make_section(EngineSection, device=device, max_context=max_context, max_num_seqs=max_num_seqs)
+    dtype = make_section(ModelSection, path=model, dtype=dtype).dtype
+
+    def tell(url: str, key: str) -> None:
+        _print(f"serving {model}: base URL {url}, API key {key} (Ctrl-C stops)")
+
+    with suppress(KeyboardInterrupt):
+        asyncio.run(serve_model(model, engine, dtype, host, port, key, tell))
 
 
 @app.command(context_settings=_OVERRIDES)

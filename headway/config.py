@@ -7,7 +7,7 @@ names the nearest known one. A component is given its own section and never read
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -17,6 +17,7 @@ from headway.errors import ConfigError
 from headway.section import Section
 
 SINGLE_TURN = "headway.rollout.workflows.single_turn:SingleTurn"
+S = TypeVar("S", bound="Section")
 DEFAULT_KV_TOKENS = 65536  # on a CPU; a GPU gives what it has free
 
 
@@ -314,6 +315,16 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     if isinstance(run, dict) and run.get("dir", "") == "":
         run["dir"] = f"runs/{path.stem}"
     return validate(values, str(path))
+
+
+def section(kind: type[S], **values: Any) -> S:
+    """One section by itself, from values of the command line."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name, message = problem["loc"][0], problem["msg"]
+        raise ConfigError(f"{name} = {problem['input']} is not possible: {message[0].lower()}{message[1:]}") from None
 
 
 def validate(values: dict[str, Any], where: str = "config") -> Config:

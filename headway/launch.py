@@ -14,7 +14,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -428,7 +428,7 @@ async def train_from(config: Config, groups: list[Group], view: View) -> list[di
 async def evaluate_only(config: Config, view: View) -> "Evaluation":
     """Held-out accuracy of the model as it is."""
     from headway.control.generation import open_generation
-    from headway.rollout.evaluate import evaluate
+    from headway.rollout.evaluate import ProblemRecords, evaluate
 
     with phase(view.on_event, "reading the model and the prompts"):
         prepared = prepare(config)
@@ -437,4 +437,12 @@ async def evaluate_only(config: Config, view: View) -> "Evaluation":
     async with open_generation(config, view.on_event) as pool:
         with phase(view.on_event, "evaluating") as progress:
             concurrency = config.engine.max_num_seqs * config.engine.count
-            return await evaluate(pool.run, prepared.held_out, prepared.eval_sampling, 0, concurrency, progress)
+            prompts, section = prepared.held_out, config.evaluate
+            how_many = concurrency, progress, section.samples, section.pass_at
+            with closing(ProblemRecords(problems_path(config), load_tokenizer(config.model.path))) as records:
+                return await evaluate(pool.run, prompts, prepared.eval_sampling, 0, *how_many, records.write)
+
+
+def problems_path(config: Config) -> Path:
+    """Where `headway eval` records every problem."""
+    return Path(config.run.dir) / "eval" / "problems.jsonl"

@@ -56,7 +56,7 @@ from headway.record.events import (
 )
 from headway.record.phases import phase
 from headway.record.shards import RunLog
-from headway.rollout.evaluate import evaluate
+from headway.rollout.evaluate import evaluate, reward_parts
 from headway.runtime.gather import together
 from headway.tasks.prompts import MixedStream, PromptStream
 from headway.training.ranks import RankedTrainer
@@ -344,7 +344,7 @@ class Controller:
                 staleness_mean=float(np.mean(ages)) if ages else 0.0,
                 staleness_max=max(ages, default=0),
                 reward=float(np.mean(rewards)) if rewards else None,
-                metrics={**report.metrics},
+                metrics={**report.metrics, **reward_parts(batch.groups)},
                 digest=digest(update.fingerprints),
                 weights_sample=report.weights_sample,
             )
@@ -406,9 +406,9 @@ class Controller:
         """Held-out accuracy: urgent requests that may use every place of the engines, ahead of training's."""
         await self.engines.current()
         concurrency = max(1, self.config.engine.max_num_seqs * len(self.engines.engines))
-        found = await evaluate(
-            self.rollout.run, self.tasks.held_out, self.tasks.eval_sampling, self.version, concurrency, on_progress
-        )
+        section, tasks = self.config.evaluate, self.tasks
+        how_many = concurrency, on_progress, section.samples, section.pass_at
+        found = await evaluate(self.rollout.run, tasks.held_out, tasks.eval_sampling, self.version, *how_many)
         await self.saving.judge(found.accuracy)
         self.log.append(
             Evaluated(

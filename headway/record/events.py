@@ -242,6 +242,9 @@ class Evaluated(Event, frozen=True, kw_only=True):
     num_failed: int = 0  # problems without one
     mean_tokens: float
     seconds: float
+    interval: tuple[float, float] | None = None  # 95%, of the accuracy
+    pass_at: dict[str, float] = {}  # k to the estimate of pass@k
+    tasks: dict[str, float | None] = {}  # of several tasks, each one's accuracy
 
 
 class Checkpointed(Event, frozen=True, kw_only=True):

@@ -1,19 +1,36 @@
-"""Held-out measurement through the same path as training: rollout worker, engine, verifier."""
+"""Held-out measurement through the same path as training: rollout worker, engine, verifier.
+
+A problem is solved by a completion that scores 1 or more. pass@k is the unbiased estimate 1 − C(n−c, k)/C(n, k) of the
+chance that one of k completions solves it, from n completions of which c do; accuracy is the mean score. Intervals
+are 95%: Wilson's for one completion a problem that scores 0 or 1, otherwise normal over problems.
+"""
 
 import asyncio
+import json
+import math
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
 
-from headway.types import NOT_SAMPLED, Admission, Group, Prompt, Sampling
+from headway.model.tokenizer import decode
+from headway.types import Admission, Group, Prompt, Sampling
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from transformers import PreTrainedTokenizerBase
+
+_Z = 1.959964
+SOLVED = 1.0
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Accuracy is the mean score over problems with a verdict, if any; the others are counted in `num_failed`.
-
-    `version` and `version_last` are those of the oldest and newest token sampled for it.
-    """
+    """One task's figures: accuracy is the mean score over problems with a verdict, if any; the others are counted in
+    `num_failed`. `interval` is that of the accuracy, `pass_at` has an estimate for each k."""
 
     accuracy: float | None
     num: int
@@ -22,6 +39,44 @@ class Evaluation:
     version: int
     version_last: int
     seconds: float
+    source: str = ""
+    interval: tuple[float, float] | None = None
+    pass_at: tuple[tuple[int, float], ...] = ()
+    truncated: float = 0.0  # the share of completions cut off by a limit
+    tasks: "tuple[Evaluation, ...]" = ()  # of several tasks: each one's
+
+    def summary(self) -> dict[str, Any]:
+        """What an event tells of it beyond the first figures."""
+        return {
+            "interval": self.interval,
+            "pass_at": {str(k): value for k, value in self.pass_at},
+            "tasks": {task.source: task.accuracy for task in self.tasks},
+        }
+
+
+def pass_at_k(num: int, num_solved: int, k: int) -> float:
+    """The unbiased estimate for one problem of `num` completions, of which `num_solved` are right."""
+    if k > num:
+        raise ValueError(f"pass@{k} cannot be estimated from {num} completions")
+    return 1.0 - math.prod((num - num_solved - i) / (num - i) for i in range(k)) if num_solved else 0.0
+
+
+def wilson(share: float, num: int) -> tuple[float, float]:
+    """The 95% interval of a share of `num` trials; it stays within 0 and 1 and is not empty at them."""
+    centre = (share + _Z**2 / (2 * num)) / (1 + _Z**2 / num)
+    half = _Z / (1 + _Z**2 / num) * math.sqrt(share * (1 - share) / num + _Z**2 / (4 * num**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def interval_of(scores: list[list[float]]) -> tuple[float, float] | None:
+    """The 95% interval of the mean score, problems being drawn and each one's completions with them."""
+    means = [fmean(of_one) for of_one in scores]
+    if not means:
+        return None
+    if all(len(of_one) == 1 for of_one in scores) and {*means} <= {0.0, 1.0}:
+        return wilson(fmean(means), len(means))
+    half = _Z * stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.inf
+    return fmean(means) - half, fmean(means) + half
 
 
 async def evaluate(
@@ -31,31 +86,118 @@ async def evaluate(
     version: int,
     concurrency: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    samples: int = 1,
+    pass_at: Iterable[int] = (1,),
+    on_group: Callable[[Prompt, Group], None] = lambda prompt, group: None,
 ) -> Evaluation:
-    """One completion for each prompt, by `run`, at most `concurrency` at a time."""
+    """`samples` completions of each prompt, by `run`, at most `concurrency` at a time."""
     started = time.time()
-    room = asyncio.Semaphore(concurrency)
+    room = asyncio.Semaphore(max(1, concurrency // samples))
     num_done = 0
 
     async def one(number: int, prompt: Prompt) -> Group:
         nonlocal num_done
-        admission = Admission(number, prompt, 1, 0, version, sampling, f"eval@{version}")
+        admission = Admission(number, prompt, samples, 0, version, sampling, f"eval@{version}")
         async with room:
             group = await run(admission)
         num_done += 1
+        on_group(prompt, group)
         progress(num_done, len(prompts))
         return group
 
     groups = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
+    settled = version, tuple(pass_at), time.time() - started
+    sources = dict.fromkeys(prompt.source for prompt in prompts)
+    by_source = {source: [group for group in groups if group.source == source] for source in sources}
+    tasks = [_figures(own, source, *settled) for source, own in by_source.items()] if len(sources) > 1 else []
+    return replace(_figures(list(groups), "", *settled), tasks=tuple(tasks))
+
+
+def _figures(groups: list[Group], source: str, version: int, ks: tuple[int, ...], seconds: float) -> Evaluation:
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    sampled = [s.versions[s.versions != NOT_SAMPLED] for t in trajectories for s in t.sequences if s.num_sampled]
-    num = len(trajectories)
+    scores = [[t.reward for t in group.trajectories] for group in groups if group.trajectories]
+    versions = [int(s.versions.max()) for t in trajectories for s in t.sequences if s.num_sampled]
+    stops = [stop for trajectory in trajectories for stop in trajectory.stops]
     return Evaluation(
-        accuracy=sum(trajectory.reward for trajectory in trajectories) / num if num else None,
-        num=num,
-        num_failed=len(prompts) - num,
-        mean_tokens=sum(trajectory.num_sampled for trajectory in trajectories) / max(1, num),
-        version=min((int(versions.min()) for versions in sampled), default=version),
-        version_last=max((int(versions.max()) for versions in sampled), default=version),
-        seconds=time.time() - started,
+        accuracy=fmean(map(fmean, scores)) if scores else None,
+        num=len(scores),
+        num_failed=len(groups) - len(scores),
+        mean_tokens=sum(trajectory.num_sampled for trajectory in trajectories) / max(1, len(trajectories)),
+        version=version,
+        version_last=max(versions, default=version),
+        seconds=seconds,
+        source=source,
+        interval=interval_of(scores),
+        pass_at=tuple((k, mean) for k in ks if (mean := _mean_pass_at(scores, k)) is not None),
+        truncated=sum(stop.value != "stop" for stop in stops) / max(1, len(stops)),
     )
+
+
+def _mean_pass_at(scores: list[list[float]], k: int) -> float | None:
+    """Over the problems with at least k verdicts."""
+    estimates = [pass_at_k(len(s), sum(score >= SOLVED for score in s), k) for s in scores if len(s) >= k]
+    return fmean(estimates) if estimates else None
+
+
+def reward_parts(groups: Iterable[Group]) -> dict[str, float]:
+    """The mean reward of each task and of each named component, as metrics of a training step."""
+    values = defaultdict[str, list[float]](list)
+    for group in groups:
+        for trajectory in group.trajectories:
+            if group.source:
+                values[f"reward_of/{group.source}"].append(trajectory.reward)
+            for name, value in trajectory.components.items():
+                values["/".join(filter(None, ("component", group.source, name)))].append(value)
+    return {name: fmean(of_one) for name, of_one in values.items()}
+
+
+def table(found: Evaluation, samples: int) -> "Table":
+    """One line for each task: mean@k with its interval, pass@k, completions cut off, problems without a verdict."""
+    from rich.table import Table
+
+    listing = Table(box=None, header_style="bold")
+    ks = [k for k, _ in found.pass_at]
+    for name in ("task", "problems", f"mean@{samples}", "95% interval", *(f"pass@{k}" for k in ks)):
+        listing.add_column(name, justify="left" if name == "task" else "right")
+    for name in ("tokens", "cut off", "no verdict"):
+        listing.add_column(name, justify="right")
+    for row in (*found.tasks, found):
+        low, high = row.interval or (math.nan, math.nan)
+        estimates = dict(row.pass_at)
+        listing.add_row(
+            row.source or "all" if found.tasks else "held out",
+            str(row.num),
+            "unknown" if row.accuracy is None else f"{row.accuracy:.1%}",
+            f"{low:.1%} – {high:.1%}",
+            *(f"{estimates[k]:.1%}" if k in estimates else "–" for k in ks),
+            *(f"{row.mean_tokens:.0f}", f"{row.truncated:.1%}", str(row.num_failed)),
+        )
+    return listing
+
+
+class ProblemRecords:
+    """Writes a line for every problem: its row's place and prompt, and each completion with text, score and parts."""
+
+    def __init__(self, path: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - open until `close`
+        self._tokenizer = tokenizer
+
+    def write(self, prompt: Prompt, group: Group) -> None:
+        completions = [
+            {
+                "text": "".join(decode(self._tokenizer, s.tokens[s.loss_mask == 1]) for s in trajectory.sequences),
+                "score": trajectory.reward,
+                "components": trajectory.components,
+                "tokens": trajectory.num_sampled,
+                "stops": [stop.value for stop in trajectory.stops],
+            }
+            for trajectory in group.trajectories
+        ]
+        failures = [failure.reason for failure in group.failures]
+        line = {"task": prompt.source, "row": prompt.index, "prompt": prompt.text}
+        json.dump(line | {"completions": completions, "failures": failures}, self._file, ensure_ascii=True)
+        self._file.write("\n")
+
+    def close(self) -> None:
+        self._file.close()

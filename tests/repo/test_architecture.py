@@ -32,7 +32,7 @@ ROOMS: list[tuple[str, int]] = [
     ("monitor", 2900),
     ("engine", 5300),
     ("training", 3500),
-    ("rollout", 2000),
+    ("rollout", 3100),
     ("control", 2600),
     ("launch", 450),
     ("plan", 150),
@@ -215,7 +215,13 @@ def test_ray_and_vllm_are_imported_only_where_that_back_end_lives() -> None:
 
 def test_user_code_is_loaded_by_rollout_workers_reward_workers_and_the_reader_of_rows_only() -> None:
     loaders = {module for module, path in MODULES.items() if "tasks.imports" in imported_modules(path)}
-    assert loaders == {"rollout.worker", "rollout.workflows.tools", "tasks.scoring", "tasks.datasets"}
+    assert loaders == {
+        "rollout.worker",
+        "rollout.workflows.tools",
+        "rollout.workflows.agent",
+        "tasks.scoring",
+        "tasks.datasets",
+    }
     for module in ("engine.embedded.service", "training.trainer"):
         assert not {name for name in reached(module) if room(name) in ("tasks", "rollout")}
 

@@ -69,10 +69,10 @@ async def make_worker(
     model: str, engine: Engine, verify: Callable[[dict[str, Any], str], float], /, longest: int = 512, **rollout: Any
 ) -> tuple[RolloutWorker, Verifying]:
     worker = RolloutWorker(model, RolloutSection(**rollout), 0, 60, 512, longest, 5.0)
-    worker.tokenizer.chat_template = TEMPLATE
-    worker.tokenizer.split_special_tokens = False  # as real models' tokenizers read what a template writes
+    worker._context.tokenizer.chat_template = TEMPLATE
+    worker._context.tokenizer.split_special_tokens = False  # as real models' tokenizers read what a template writes
     if isinstance(engine, Scripted):
-        engine.tokenizer = worker.tokenizer
+        engine.tokenizer = worker._context.tokenizer
     rewards = Verifying(verify)
     await worker.connect({"engine": engine}, {"engine": 0, "reward": 0}, (), cast(RewardPool, rewards))
     return worker, rewards
@@ -81,6 +81,6 @@ async def make_worker(
 def admission(worker: RolloutWorker, text: str, size: int = 1, max_tokens: int = 64) -> Admission:
     chat = Chat([{"role": "user", "content": text}], {})
     rendered = f"user: {text}\nassistant: "
-    tokens = np.array(worker.tokenizer.encode(rendered, add_special_tokens=False), np.int32)
+    tokens = np.array(worker._context.tokenizer.encode(rendered, add_special_tokens=False), np.int32)
     prompt = Prompt(0, tokens, rendered, {"prompt": text, "answer": "42"}, chat=chat)
     return Admission(0, prompt, size, 0, 0, Sampling(max_tokens=max_tokens, stop_tokens=(EOS,)))

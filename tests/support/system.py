@@ -59,7 +59,7 @@ def full_rows():
     return [{"prompt": f"{digit}" * 31, "answer": "1"} for digit in range(9)]
 
 def long_rows():
-    return [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1" * 32, "answer": "2"}]
+    return [{"prompt": "1" * 32, "answer": "2"}]
 
 @verifier(needs=("answer",))
 def verify(task, text):

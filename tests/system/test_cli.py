@@ -175,7 +175,7 @@ BAD: list[tuple[str, Breaking, str]] = [
     (
         "a prompt longer than the context",
         lambda tmp: {"task": {"train": task_of(tmp, "long_rows"), "verifier": task_of(tmp, "verify")}},
-        "task.py:long_rows, row 1: the prompt has 32 tokens, and 1 to 31 leave the context room to answer; shorten",
+        "task.py:long_rows: 1 of 1 rows have prompts of more than 31 tokens, so none is left; raise engine.max_context",
     ),
     (
         "a verifier that does not import",

@@ -32,6 +32,7 @@ class Episode(Protocol):
     temperature: float
     stop_tokens: tuple[int, ...]
     tokenizer: "PreTrainedTokenizerBase"
+    context: int  # the longest sequence of an engine
     components: dict[str, float]  # of the last verdict
 
     async def generate(

@@ -1,0 +1,248 @@
+"""The wire of the OpenAI API: request bodies checked into calls, completions into answers, errors into sentences.
+
+Whatever is wrong with a request is an `ApiError` with the status and the code that a client of that API expects.
+"""
+
+import json
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.model.tokenizer import Messages
+from headway.rollout.tool_calls import ToolCall
+from headway.types import Completion, StopReason
+
+MOST_CHOICES = 128
+
+
+class ApiError(Exception):
+    """A request that is refused, with its HTTP status."""
+
+    def __init__(self, status: int, message: str, code: str = "invalid_request", param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request for completions: of chat messages, or of prompts that are texts or token ids."""
+
+    model: str
+    messages: Messages | None = None
+    prompts: list[str | list[int]] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    template: dict[str, Any] = field(default_factory=dict)
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    stream: bool = False
+    stream_usage: bool = False
+    logprobs: bool = False
+    token_ids: bool = False
+
+
+def parse_call(body: Any, chat: bool) -> Call:
+    """The call that a request body asks for."""
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body is a JSON object, not {_kind(body)}")
+    take = _Fields(body)
+    options = take.of("stream_options", dict, {})
+    logprobs = take.of("logprobs", bool, False) if chat else take.of("logprobs", int, None) is not None
+    most = 0 if chat else 1
+    top = take.number("top_logprobs" if chat else "logprobs", int, 0, 0)
+    if top > most:
+        raise ApiError(400, "log-probs are given of sampled tokens only; leave the number of others out")
+    return Call(
+        model=take.of("model", str, ""),
+        messages=_messages(body) if chat else None,
+        prompts=[] if chat else _prompts(body),
+        tools=_tools(body) if chat else None,
+        template=take.of("chat_template_kwargs", dict, {}),
+        n=take.number("n", int, 1, 1, MOST_CHOICES) or 1,
+        max_tokens=take.number("max_completion_tokens", int, None, 1) or take.number("max_tokens", int, None, 1),
+        temperature=take.number("temperature", float, None, 0, 2),
+        top_p=take.number("top_p", float, None, 0, 1),
+        stop=_stops(body),
+        seed=take.of("seed", int, None),
+        stream=take.of("stream", bool, False),
+        stream_usage=bool(options.get("include_usage")),
+        logprobs=bool(logprobs),
+        token_ids=take.of("return_token_ids", bool, False),
+    )
+
+
+class _Fields:
+    """Reads typed fields; one that is null is absent."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self._body = body
+
+    def of(self, name: str, kind: type, default: Any) -> Any:
+        value = self._body.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ApiError(400, f"{name} must be {_named(kind)}, not {_kind(value)}", param=name)
+        return value
+
+    def number(self, name: str, kind: type, default: Any, low: float, high: float = float("inf")) -> Any:
+        value: Any = self._body.get(name)
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if value is None:
+            return default
+        if kind not in (int, float) or type(value) is not kind:
+            raise ApiError(400, f"{name} must be {_named(kind)}, not {_kind(value)}", param=name)
+        if not low <= float(value) <= high:
+            raise ApiError(400, f"{name} = {value} is not between {low:g} and {high:g}", param=name)
+        return value
+
+
+def _messages(body: dict[str, Any]) -> Messages:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ApiError(400, "messages must be a list of at least one message", param="messages")
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ApiError(400, f"{where} must be an object with a role", param=where)
+    made = {name: value for name, value in message.items() if value is not None}
+    content = made.get("content", "")
+    if isinstance(content, list):  # content parts: their texts
+        parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        if len(parts) < len(content):
+            raise ApiError(400, f"{where}.content has a part that is no text", param=where)
+        content = "".join(str(part) for part in parts)
+    if not isinstance(content, str):
+        raise ApiError(400, f"{where}.content must be text, not {_kind(content)}", param=where)
+    return made | {"content": content}
+
+
+def _tools(body: dict[str, Any]) -> list[dict[str, Any]] | None:
+    tools = body.get("tools")
+    if tools is None or body.get("tool_choice") == "none":
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) and "function" in tool for tool in tools):
+        raise ApiError(400, "tools must be a list of functions", param="tools")
+    return tools or None
+
+
+def _prompts(body: dict[str, Any]) -> list[str | list[int]]:
+    prompt = body.get("prompt")
+    if isinstance(prompt, str) or _is_tokens(prompt):
+        return [prompt]  # type: ignore[list-item]
+    if isinstance(prompt, list) and prompt and all(isinstance(item, str) or _is_tokens(item) for item in prompt):
+        return prompt
+    raise ApiError(400, "prompt must be a text, token ids, or a list of these", param="prompt")
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def _stops(body: dict[str, Any]) -> tuple[str, ...]:
+    stop = body.get("stop")
+    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(isinstance(item, str) and item for item in stops):
+        raise ApiError(400, "stop must be a text or a list of texts, none of them empty", param="stop")
+    return tuple(stops)
+
+
+def _named(kind: type) -> str:
+    return {int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "an object"}[kind]
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+# Answers
+
+
+@dataclass
+class Choice:
+    """One completion as a client sees it: its text without what ended it, and its calls of tools."""
+
+    index: int
+    prompt: list[int]
+    completion: Completion
+    text: str
+    calls: list[ToolCall]
+    pieces: list[str]  # the text of each token
+
+    @property
+    def finish_reason(self) -> str:
+        if self.calls:
+            return "tool_calls"
+        return "stop" if self.completion.stop == StopReason.STOP else "length"
+
+    def message(self) -> dict[str, Any]:
+        """The assistant's message."""
+        made: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.calls:
+            made |= {"content": self.text or None, "tool_calls": [_call_body(call) for call in self.calls]}
+        return made
+
+
+def _call_body(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def logprobs_body(choice: Choice, chat: bool) -> dict[str, Any]:
+    """The log-probs of all sampled tokens, the one that ended the text included."""
+    values = [float(value) for value in choice.completion.logprobs]
+    if not chat:
+        return {"tokens": choice.pieces, "token_logprobs": values, "top_logprobs": None, "text_offset": []}
+    content = [
+        {"token": piece, "logprob": value, "bytes": list(piece.encode()), "top_logprobs": []}
+        for piece, value in zip(choice.pieces, values, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def choice_body(choice: Choice, call: Call) -> dict[str, Any]:
+    chat = call.messages is not None
+    made: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish_reason}
+    made |= {"message": choice.message()} if chat else {"text": choice.text}
+    made["logprobs"] = logprobs_body(choice, chat) if call.logprobs else None
+    return made | record_body(choice, call)
+
+
+def record_body(choice: Choice, call: Call) -> dict[str, Any]:
+    """Token ids, and the version that sampled each, for a client that asks."""
+    if not call.token_ids:
+        return {}
+    completion = choice.completion
+    return {
+        "prompt_token_ids": choice.prompt,
+        "token_ids": completion.tokens.tolist(),
+        "versions": completion.versions.tolist(),
+    }
+
+
+def usage_body(choices: list[Choice], num_prompts_tokens: int) -> dict[str, int]:
+    num = sum(len(choice.completion.tokens) for choice in choices)
+    return {
+        "prompt_tokens": num_prompts_tokens,
+        "completion_tokens": num,
+        "total_tokens": num + num_prompts_tokens,
+    }
+
+
+def head(call: Call, chunk: bool) -> dict[str, Any]:
+    """What every answer begins with."""
+    chat = call.messages is not None
+    kind = ("chat.completion.chunk" if chunk else "chat.completion") if chat else "text_completion"
+    name = "chatcmpl" if chat else "cmpl"
+    return {"id": f"{name}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": call.model}

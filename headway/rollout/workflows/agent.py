@@ -1,0 +1,198 @@
+"""Any agent, unchanged: it talks to an OpenAI endpoint in front of the policy, and its calls become the trajectory.
+
+    [rollout]
+    workflow = "headway.rollout.workflows.agent:Agent"
+    settings = {agent = "my_agent.py:solve"}
+
+`solve(task, base_url, api_key)` is a function, async or not, that runs the agent on one row and returns the reward;
+where it returns None, rewards are those posted to `/v1/reward`, or else the verifier's score of the last answer.
+
+A call whose messages continue an earlier call's, answer included, continues that call's tokens, whatever tokens its
+text would have now; calls that part ways are sequences of their own, and no sampled token is trained twice.
+"""
+
+import asyncio
+import inspect
+import json
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headway.errors import ConfigError
+from headway.model.tokenizer import encode_prompt, render_chat
+from headway.rollout.endpoint import Endpoint
+from headway.rollout.endpoint_requests import ApiError, Call, Choice
+from headway.rollout.workflows import Episode
+from headway.rollout.workflows.conversation import Growing, tokens_between
+from headway.tasks import imports
+from headway.types import Chat, Chunk, Completion, Ints, Reward, Sequence, Trajectory
+
+
+@dataclass(eq=False)
+class _Node:
+    """One completion of the episode, and the one that it continues."""
+
+    parent: "_Node | None"
+    history: list[Any]  # the messages up to and with its own, in a form that compares
+    tools: Any
+    between: Ints  # what precedes the completion, after the parent's tokens
+    completion: Completion
+    tokens: Ints  # all up to its end
+
+
+class EpisodeSession:
+    """What the key of one episode opens."""
+
+    def __init__(self, episode: Episode) -> None:
+        self.tokenizer, self.context = episode.tokenizer, episode.context
+        self._episode = episode
+        self._nodes: list[_Node] = []
+        self._rewards: list[tuple[_Node, float]] = []
+        self._closed = False
+        self.last_text = ""
+
+    def prompt(self, call: Call) -> list[Ints]:
+        if call.messages is None:
+            return [
+                encode_prompt(self.tokenizer, prompt, chat=False) if isinstance(prompt, str) else np.array(prompt, "i4")
+                for prompt in call.prompts
+            ]
+        parent = self._parent_of(call)
+        try:
+            if parent is None:
+                text = render_chat(self.tokenizer, call.messages, call.template, call.tools)
+                return [encode_prompt(self.tokenizer, text, chat=False)]
+            chat, new = Chat([], call.template), call.messages[len(parent.history) :]
+            between = tokens_between(self.tokenizer, chat, parent.completion, new, call.tools)
+            return [np.concatenate([parent.tokens, between])]
+        except ConfigError as error:
+            raise ApiError(400, str(error), param="messages") from None
+
+    def _parent_of(self, call: Call) -> _Node | None:
+        """The call whose messages and answer the new messages continue by most."""
+        history, tools = [_comparable(message) for message in call.messages or []], call.tools
+        found = [
+            node
+            for node in self._nodes
+            if node.tools == tools and node.history and history[: len(node.history)] == node.history
+            and len(history) > len(node.history)
+        ]  # fmt: skip
+        return max(reversed(found), key=lambda node: len(node.history), default=None)
+
+    async def generate(self, call: Call, tokens: Ints, index: int) -> AsyncIterator[Chunk | Completion]:
+        if self._closed:
+            raise ApiError(410, "the episode of this key has ended", "episode_ended")
+        yield await self._episode.generate(tokens, call.max_tokens, call.stop)
+
+    def finished(self, call: Call, choice: Choice) -> None:
+        tokens = np.array(choice.prompt, np.int32)
+        candidates = [node for node in self._nodes if _starts_with(tokens, node.tokens)]
+        parent = max(candidates, key=lambda node: len(node.tokens), default=None)
+        history = [_comparable(message) for message in call.messages or []]
+        if call.messages is not None:
+            history.append(_comparable(choice.message()))
+        between = tokens[len(parent.tokens) :] if parent else tokens
+        whole = np.concatenate([tokens, choice.completion.tokens])
+        self._nodes.append(_Node(parent, history, call.tools, between, choice.completion, whole))
+        self.last_text = choice.text
+
+    def reward(self, value: float) -> None:
+        if not self._nodes:
+            raise ApiError(400, "there is nothing to reward: this key has made no call yet")
+        self._rewards.append((self._nodes[-1], value))
+
+    @property
+    def has_rewards(self) -> bool:
+        return bool(self._rewards)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._nodes
+
+    def close(self) -> None:
+        self._closed = True
+
+    def trajectory(self) -> Trajectory:
+        """A sequence for each path from a first call to one that nothing continues."""
+        parents = {id(node.parent) for node in self._nodes}
+        places: dict[int, tuple[int, int]] = {}  # where each completion is trained: its sequence and its last token
+        sequences: list[Sequence] = []
+        for leaf in (node for node in self._nodes if id(node) not in parents):
+            growing = Growing.begin(np.empty(0, np.int32))
+            for node in _path_to(leaf):
+                growing = growing.with_text(node.between)
+                grown = growing.with_completion(node.completion)
+                if id(node) in places:
+                    grown.loss_mask[len(growing.tokens) :] = 0
+                places.setdefault(id(node), (len(sequences), max(0, len(grown.tokens) - 1)))
+                growing = grown
+            sequences.append(growing.sequence())
+        rewards = tuple(Reward(*places[id(node)], value) for node, value in self._rewards)
+        stops = tuple(node.completion.stop for node in self._nodes)
+        return Trajectory(self._episode.index, tuple(sequences), rewards, self._episode.temperature, stops)
+
+
+def _path_to(node: _Node) -> list[_Node]:
+    return [*(_path_to(node.parent) if node.parent else []), node]
+
+
+def _starts_with(tokens: Ints, start: Ints) -> bool:
+    return len(tokens) > len(start) and bool(np.array_equal(tokens[: len(start)], start))
+
+
+def _comparable(message: dict[str, Any]) -> Any:
+    """What makes two messages the same, whatever a client adds to them on the way: role, text, and calls."""
+    calls = [call.get("function", {}) for call in message.get("tool_calls") or []]
+    named = [(call.get("name"), _parsed(call.get("arguments"))) for call in calls]
+    return message["role"], message.get("content") or "", named
+
+
+def _parsed(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments)
+    except (TypeError, ValueError):
+        return arguments
+
+
+class Agent:
+    def __init__(self, agent: str) -> None:
+        """`agent` is file.py:function, (task, base_url, api_key) -> reward or None."""
+        self._function = imports.load(agent)
+        if not callable(self._function):
+            raise ConfigError(f"{agent} is not a function (task, base_url, api_key)")
+        self._endpoint: Endpoint | None = None
+        self._opening = asyncio.Lock()
+
+    async def run(self, episode: Episode) -> Trajectory:
+        endpoint = await self._open()
+        session, key = EpisodeSession(episode), f"ep-{secrets.token_urlsafe(24)}"
+        endpoint.sessions[key] = session
+        try:
+            reward = await self._call(episode.prompt.task, endpoint.url, key)
+        finally:
+            session.close()
+            del endpoint.sessions[key]
+        if session.is_empty:
+            raise ConfigError("the agent made no call to its endpoint")
+        if reward is not None:
+            session.reward(float(reward))
+        elif not session.has_rewards:
+            session.reward(await episode.verify(session.last_text))
+        return session.trajectory()
+
+    async def _call(self, task: dict[str, Any], url: str, key: str) -> Any:
+        if inspect.iscoroutinefunction(self._function):
+            return await self._function(task, url, key)
+        return await asyncio.to_thread(self._function, task, url, key)
+
+    async def _open(self) -> Endpoint:
+        """The endpoint of this process, which serves all its episodes."""
+        async with self._opening:
+            if self._endpoint is None:
+                endpoint = Endpoint("")
+                await endpoint.open()
+                self._endpoint = endpoint
+        return self._endpoint
