@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.errors import HeadwayError
+from headway.monitor.audit import audit
 from headway.monitor.metrics import rebuild
 from headway.monitor.plot import draw
 from headway.monitor.scaling import Split, estimate
@@ -87,6 +88,7 @@ class Summary:
     admission_wait_s: float
     split: Split | None
     lengths: Lengths
+    audit: tuple[str, ...]  # trained against sampled data
     ledger: TokenCounts
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -151,6 +153,7 @@ def summarise(events: Sequence[Event], extra: dict[str, Any] | None = None) -> S
         admission_wait_s=sum(_present(history["stats"], "admission_wait_s")),
         split=_split(history, trainer_wait_s / wall_s if wall_s else None, engine_busy_share),
         lengths=_lengths(history),
+        audit=tuple(str(each) for each in audit(history)),
         ledger=fates.counts(),
         extra=extra or {},
     )
@@ -284,6 +287,7 @@ def table(summary: Summary) -> Table:
         "split": str(summary.split) if summary.split else "–",
         "mean completion length": f"sampled {_figure(lengths.sampled_mean)}, trained {_figure(lengths.trained_mean)}, "
         f"untrained {_figure(lengths.untrained_mean)}",
+        "trained against sampled": "; ".join(summary.audit) or "–",
         "groups dropped": ", ".join(f"{num:,} {reason}" for reason, num in summary.dropped.items()) or "none",
         "workers lost": _losses(summary),
         "tokens by fate": ", ".join(f"{num:,} {fate}" for fate, num in _fates(summary.ledger)),

@@ -101,6 +101,22 @@ def test_fused_gradients_are_those_of_log_softmax(chunk: int, softcap: float) ->
         torch.testing.assert_close(mine.grad.double(), reference.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_fused_gradients_of_the_entropy_are_those_of_log_softmax(softcap: float) -> None:
+    hidden_TC, weight_VC, targets_T, temperature_T = head_case(50)
+    upstream_T = torch.linspace(-2, 3, 50)
+    inputs = [hidden_TC.clone().requires_grad_(), weight_VC.clone().requires_grad_()]
+    found, entropy_T = linear_logprobs(inputs[0], inputs[1], targets_T, temperature_T, 7, softcap)
+    (entropy_T * upstream_T + 0.5 * found).sum().backward()
+    exact = [hidden_TC.double().requires_grad_(), weight_VC.double().requires_grad_()]
+    exact_TV = exact_logprobs(exact[0], exact[1], temperature_T, softcap)
+    bonus = -(exact_TV.exp() * exact_TV).sum(-1) * upstream_T.double()
+    (bonus + 0.5 * exact_TV.gather(-1, targets_T[:, None])[:, 0]).sum().backward()
+    for mine, reference in zip(inputs, exact, strict=True):
+        assert mine.grad is not None and reference.grad is not None
+        torch.testing.assert_close(mine.grad.double(), reference.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_log_probs_of_certain_and_impossible_tokens_stay_finite() -> None:
     hidden_TC, weight_VC = torch.full((2, 1), 100.0), torch.tensor([[100.0], [-100.0]])
     logprobs_T, entropy_T = linear_logprobs(hidden_TC, weight_VC, torch.tensor([0, 1]), torch.ones(2), 8)

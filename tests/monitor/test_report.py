@@ -42,6 +42,7 @@ REQUIRED = {
     "resumed",
     "ledger",
     "lengths",
+    "audit",
 }
 
 

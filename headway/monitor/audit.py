@@ -1,0 +1,70 @@
+"""Whether what was trained is like what was sampled, in length and in difficulty.
+
+A system that drops or starves some groups trains on other data than it samples, which no accuracy shows at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headway.record.history import History
+
+SIGNIFICANCE = 1.63
+"""Of the Kolmogorov-Smirnov distance at 1%: two samples of one distribution lie further apart once in a hundred."""
+LARGE = 0.1
+"""A distance below this is not worth a warning, however many samples say so."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One figure's distribution over the sampled groups, and over the trained ones among them."""
+
+    name: str
+    sampled_mean: float
+    trained_mean: float
+    distance: float  # Kolmogorov-Smirnov: the largest difference of the two cumulative distributions
+    parted: bool
+
+    def __str__(self) -> str:
+        text = f"{self.name}: sampled {self.sampled_mean:.3g}, trained {self.trained_mean:.3g}"
+        return f"{text} (distance {self.distance:.2f}{', WARNING: they part' if self.parted else ''})"
+
+
+def audit(history: History) -> list[Comparison]:
+    """Lengths of trajectories, and success rates of groups; nothing where a run has trained or dropped nothing.
+
+    Groups that had not left when the log ended are neither: the last of a run are always untrained.
+    """
+    trained = {group for event in history["trained"] for group in event["groups"]}
+    left = trained | {group for event in history["dropped"] for group in event["groups"]}
+    finished = [event for event in history["finished"] if event["group"] in left]
+    lengths = [(event["group"] in trained, float(length)) for event in finished for length in event["lengths"]]
+    rates = [(event["group"] in trained, _success_rate(event["rewards"])) for event in finished]
+    compared = [_compare("trajectory length", lengths), _compare("success rate of groups", rates)]
+    return [each for each in compared if each is not None]
+
+
+def _success_rate(rewards: Sequence[float | None]) -> float:
+    known = [reward for reward in rewards if reward is not None]
+    return sum(reward > 0 for reward in known) / max(1, len(known))
+
+
+def _compare(name: str, values: list[tuple[bool, float]]) -> Comparison | None:
+    sampled, trained = [value for _, value in values], [value for kept, value in values if kept]
+    if not trained:
+        return None
+    distance = kolmogorov_smirnov(sampled, trained)
+    limit = SIGNIFICANCE * (1 / len(sampled) + 1 / len(trained)) ** 0.5
+    means = sum(sampled) / len(sampled), sum(trained) / len(trained)
+    return Comparison(name, *means, distance, distance > max(limit, LARGE))
+
+
+def kolmogorov_smirnov(one: list[float], other: list[float]) -> float:
+    """The largest difference between two cumulative distributions."""
+    # In units of 1 / (len(one) · len(other)), so that equal distributions have a distance of exactly 0.
+    steps = sorted([(value, len(other)) for value in one] + [(value, -len(one)) for value in other])
+    largest, difference = 0, 0
+    for place, (value, step) in enumerate(steps):
+        difference += step
+        if place + 1 == len(steps) or steps[place + 1][0] != value:  # equal values count together
+            largest = max(largest, abs(difference))
+    return largest / (len(one) * len(other))
