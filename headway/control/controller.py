@@ -192,6 +192,8 @@ class Controller:
             self._admission_wait_s += time.time() - started
             version = self.engines.confirmed
             assert version is not None  # there is room
+            if self._failures.is_outage:
+                self._failures.probe()
             group_id = self.staleness.admit(version)
             repeats, prompt = self._next_prompt()
             admission = self._admission(group_id, prompt, version)
@@ -240,7 +242,12 @@ class Controller:
     def _begin(self, admission: Admission) -> None:
         task = self._tasks.create_task(self._generate(admission))
         self._generating.add(task)
-        task.add_done_callback(self._generating.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._generating.discard(task)
+        if self._failures.is_outage:
+            self._changed.set()  # the next group may be tried
 
     async def _generate(self, admission: Admission) -> None:
         """One group from admission to the buffer, or to its drop."""

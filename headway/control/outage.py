@@ -53,9 +53,13 @@ class FailureWatch:
             return ()
         again, self._streak = self._streak, []
         self.prompts.extend(again)
-        self._pause_s = min(_MAX_PAUSE_S, 2 * self._pause_s or self._section.backoff_s)
         self._probe_at = now + self._pause_s
         return tuple(group for group, _ in again)
+
+    def probe(self) -> None:
+        """One group is admitted to see whether the outage is over; the next one waits twice as long."""
+        longest_s = min(_MAX_PAUSE_S, self._deadline_s / 8)
+        self._pause_s = min(longest_s, 2 * self._pause_s or self._section.backoff_s)
 
     def seconds_to_probe(self) -> float:
         return max(0.0, self._probe_at - time.monotonic())

@@ -33,8 +33,9 @@ from headway.types import Admission, Completion, Ints, Prompt, Request, RequestK
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_ENGINES_TRIED = 4
-"""Engines that may fail at one request before its trajectory fails: a request can be what makes them fail."""
+MAX_FAULTS, MAX_LOST = 3, 5
+"""How often engines may answer one request wrongly, and how often they may die or be withdrawn under it, before its
+trajectory fails: a request can be what makes them fail."""
 
 _MAX_POOLS_TRIED = 3
 """Reward pools that may die over one text before it has no verdict: a text can be what kills them."""
@@ -113,7 +114,7 @@ class RunningEpisode:
         self.tokenizer, self.context = context.tokenizer, context.context
         self.components: dict[str, float] = {}
         self.num_sampled = 0
-        self._num_calls = 0
+        self._num_calls = self._num_faults = 0
         self._urgent = admission.stream != "train"
         self.waits_for, self.waits_since = "workflow", time.monotonic()
 
@@ -138,7 +139,7 @@ class RunningEpisode:
         partial = PartialCompletion(self._request(tokens, max_tokens, stop_strings))
         completion: Completion | None = None
         left: tuple[EngineSlot, float] | None = None
-        num_failed = 0
+        num_lost, self._num_faults = 0, 0
         try:
             while completion is None:
                 self._wait_for("an engine")
@@ -153,10 +154,10 @@ class RunningEpisode:
                     completion = await self._attempt(slot, partial)
                 if completion is None:
                     left = slot, time.monotonic()
-                    num_failed += not slot.leaving
-                    if num_failed >= MAX_ENGINES_TRIED:
+                    num_lost += not slot.leaving
+                    if self._num_faults >= MAX_FAULTS or num_lost >= MAX_LOST:
                         cause = slot.fault or f"{slot.name} sent a log-prob that is not a finite number"
-                        raise RequestFailed(f"{num_failed} engines failed at this request; the last time: {cause}")
+                        raise RequestFailed(f"engines failed {num_lost} times at this request; the last: {cause}")
         finally:
             self._wait_for("workflow")
         self.num_sampled += len(completion.tokens)
@@ -207,16 +208,20 @@ class RunningEpisode:
                     partial.extend(new.tokens, new.logprobs, new.versions)
                     if isinstance(item, Completion):
                         return item
+            self._num_faults += 1
             slot.withdraw(f"{slot.name} ended request {key} without a completion")
         except (RequestRefused, InvariantBroken):
             raise
         except (WorkerDied, DeadlineExceeded, RemoteError) as error:
+            self._num_faults += isinstance(error, RemoteError)
             slot.withdraw(str(error))
         except Exception as error:
+            self._num_faults += 1
             slot.withdraw(f"{slot.name} broke at request {key}: {type(error).__name__}: {error}")
         return None
 
     def _reject(self, slot: EngineSlot, partial: PartialCompletion, violation: str) -> None:
+        self._num_faults += 1
         key = partial.request.key
         reason = f"{slot.name} sent an invalid answer to request {key}: {violation}"
         if isinstance(violation, NonFinite):

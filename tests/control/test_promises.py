@@ -1,0 +1,165 @@
+"""Promises under faults that single workers do not show: poisoned requests, late engines, outages, room for groups."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from stage import MakeStage, Stage, StandInRewards, kinds, steps_done, timed_engines
+from system import check_finished
+
+from headway.control.controller import Controller
+from headway.engine.fake import FakeEngine
+from headway.errors import RunFailed
+from headway.types import Chunk, Completion, Request, WeightUpdate
+
+
+class Poisoned(FakeEngine):
+    """Every engine gives NaN for the requests of one group, or dies of them by an error."""
+
+    group, raises = 5, False
+
+    async def generate(self, request: Request) -> AsyncIterator[Chunk | Completion]:
+        async for item in super().generate(request):
+            if request.key.group == self.group and request.key.stream == "train" and len(item.tokens):
+                if self.raises:
+                    raise IndexError("index out of bounds in a kernel")
+                item = replace(item, logprobs=np.full(len(item.tokens), np.nan, np.float32))
+            yield item
+
+
+class Killing(Poisoned):
+    raises = True
+
+
+@pytest.mark.parametrize("engine", [Poisoned, Killing])
+def test_8_a_poisoned_request_fails_its_trajectory_and_not_every_engine(
+    make_stage: MakeStage, engine: type[Poisoned]
+) -> None:
+    stage = make_stage(
+        {"run": {"steps": 6}},
+        engines=[engine(mean_tokens=6.0) for _ in range(2)],
+        remake=lambda number: engine(mean_tokens=6.0),
+        mortal=True,
+    )
+    events = stage.run()
+    state = check_finished(stage.config, events)
+    assert state.dropped == {5: "failed"}
+    (dropped,) = kinds(events, "dropped")
+    assert "engine: engines failed 3 times at this request" in dropped.failures[0].reason
+    assert len(kinds(events, "worker_lost")) <= (5 if engine.raises else 0)
+
+
+class LateJoiner(FakeEngine):
+    """Takes so long to receive its first weights that they are old by then."""
+
+    def __init__(self, controller_version: list[int]) -> None:
+        super().__init__(mean_tokens=6.0, seconds_per_token=0.0005)
+        self.first, self.versions, self.now = True, list[int](), controller_version
+
+    async def stage_weights(self, update: WeightUpdate) -> None:
+        if self.first:
+            self.first = False
+            for _ in range(400):
+                await asyncio.sleep(0)
+        await super().stage_weights(update)
+
+    async def generate(self, request: Request) -> AsyncIterator[Chunk | Completion]:
+        self.versions.append(self.version)
+        async for item in super().generate(request):
+            yield item
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+def test_9_a_late_engine_never_serves_older_weights_than_a_group_was_admitted_at(
+    make_stage: MakeStage, eta: int
+) -> None:
+    joiners: list[LateJoiner] = []
+
+    def remake(number: int) -> FakeEngine:
+        joiners.append(LateJoiner([]))
+        return joiners[-1]
+
+    async def during(stage: Stage, controller: Controller) -> None:
+        await steps_done(controller, 2)
+        await controller.engines.resize(2)
+        for version in range(3, 12):
+            await steps_done(controller, version)
+            stage.runtime.kill(f"engine-{version % 2}" if version % 2 else "engine")
+
+    sections = {
+        "run": {"steps": 14},
+        "staleness": {"max_staleness": eta, "window": 1},
+        "supervise": {"max_failures": 50},
+    }
+    stage = make_stage(sections, engines=timed_engines(1), remake=remake, mortal=True, during=during)
+    events = stage.run()
+    check_finished(stage.config, events)  # compares each group's oldest token with its admission
+    assert not kinds(events, "dropped") and any(joiner.versions for joiner in joiners)
+
+
+def test_9_a_group_with_older_tokens_than_its_admission_is_dropped_with_that_reason(make_stage: MakeStage) -> None:
+    class Backdated(FakeEngine):
+        async def generate(self, request: Request) -> AsyncIterator[Chunk | Completion]:
+            async for item in super().generate(request):
+                if request.key.group == 7 and request.key.stream == "train":
+                    item = replace(item, versions=np.zeros_like(item.versions))
+                yield item
+
+    stage = make_stage({"run": {"steps": 5}, "staleness": {"max_staleness": 0}}, engines=[Backdated(mean_tokens=6.0)])
+    events = stage.run()
+    state = check_finished(stage.config, events)
+    assert state.dropped == {7: "too_old"}
+
+
+class Outage(StandInRewards):
+    """The verifier fails on everything for a while, after some verdicts."""
+
+    def __init__(self, first: int, num: int) -> None:
+        super().__init__(longest_delay=4)
+        self._first, self._last, self._num_asked = first, first + num, 0
+        self.failing = lambda answer, draw: self._first <= self._num_asked < self._last
+
+    async def verify(self, task: dict[str, object], text: str, source: str = "") -> object:
+        self._num_asked += 1
+        return await super().verify(task, text, source)
+
+
+def test_11_a_reward_outage_pauses_admission_and_no_prompt_is_lost(make_stage: MakeStage) -> None:
+    sections = {"run": {"steps": 12}, "staleness": {"max_staleness": 4}}
+    stage = make_stage(sections, rewards=Outage(first=60, num=45))
+    stage.prepared = replace(stage.prepared, held_out=[])
+    events = stage.run()
+    state = check_finished(stage.config, events)  # every requeued prompt is admitted at most once more
+    requeued = [group for event in kinds(events, "requeued") for group in event.groups]
+    assert requeued and set(requeued) == set(state.dropped)
+    assert not state.requeued, "all of them were admitted again"
+    assert {event.reason for event in kinds(events, "requeued")} == {"verifier: broken"}
+    assert len(requeued) < 5 * 3 + 4 + 12, "what was in flight, and then one group at a time"
+
+
+def test_11_an_outage_that_does_not_end_is_named(make_stage: MakeStage) -> None:
+    stage = make_stage({"run": {"steps": 30, "deadline_s": 0.3}}, rewards=Outage(first=40, num=10**9))
+    stage.prepared = replace(stage.prepared, held_out=[])
+    with pytest.raises(RunFailed, match=r"every group failed for more than run.deadline_s = 0.3 s.*verifier: broken"):
+        stage.run()
+
+
+def test_16_a_take_wakes_admission_under_a_limit_on_groups(make_stage: MakeStage) -> None:
+    """With max_groups = B, the next batch begins to be generated while the present one is still being collected."""
+    sections = {
+        "run": {"steps": 6},
+        "rollout": {"max_groups": 4},
+        "trainer": {"batch_groups": 4},
+        "staleness": {"max_staleness": 4},
+    }
+    events = make_stage(sections, engines=timed_engines(1, 0.002)).run()
+    between, num_overlapping = 0, 0
+    for event in events:
+        between += event.kind == "admitted"
+        if event.kind == "taken":
+            num_overlapping += between > 4
+            between = 0
+    first = [event.kind for event in events].index("taken")
+    assert [event.kind for event in events[:first]].count("admitted") > 4
