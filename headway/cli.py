@@ -41,6 +41,8 @@ def main() -> None:
     except HeadwayError as error:
         _complain(error)
         sys.exit(1)
+    except KeyboardInterrupt:  # a further one, while the run was ending
+        sys.exit(130)
 
 
 def _complain(error: HeadwayError) -> None:
@@ -76,6 +78,7 @@ def train(
     context: typer.Context,
     config: ConfigPath,
     resume: Annotated[bool, typer.Option(help="go on with the run in run.dir")] = False,
+    overwrite: Annotated[bool, typer.Option(help="delete the run that run.dir holds")] = False,
     dry_run: Annotated[bool, typer.Option(help="check everything, print the plan, start nothing")] = False,
     from_groups: Annotated[Path | None, typer.Option("--from", help="train on recorded groups (.jsonl) only")] = None,
 ) -> None:
@@ -90,17 +93,17 @@ def train(
     elif from_groups is not None:
         _train_from(loaded, from_groups)
     else:
-        _train(loaded, resume)
+        _train(loaded, resume, overwrite)
 
 
-def _train(loaded: "Config", resume: bool) -> None:
+def _train(loaded: "Config", resume: bool, overwrite: bool) -> None:
     from headway import launch
     from headway.monitor.report import table
     from headway.record.log import EVENTS_NAME, read
 
     events = Path(loaded.run.dir) / EVENTS_NAME
     history = read(events) if resume and events.exists() else []
-    summary = _with_view(lambda view: launch.train(loaded, resume, view), history)
+    summary = _with_view(lambda view: launch.train(loaded, resume, view, overwrite), history)
     _print(table(summary))
 
 

@@ -6,7 +6,6 @@ checkpoint/a and /b, weights/, logs/, metrics.jsonl, tensorboard/, model/, summa
 """
 
 import asyncio
-import hashlib
 import json
 import os
 import platform
@@ -14,7 +13,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headway.config import SINGLE_TURN, Config
+from headway.control.run_directory import claim, fingerprint, identity
 from headway.control.staleness import StalenessControl, resolve_window
 from headway.control.workers import Fleet, make_private, open_runtime, start_trainer
-from headway.errors import ConfigError, RunFailed
+from headway.errors import ConfigError, HeadwayError, RunFailed
 from headway.model.memory import check_fit
 from headway.model.tokenizer import load_tokenizer, stop_tokens
 from headway.monitor.metrics import Metrics
@@ -203,17 +203,6 @@ def _check_vocabulary(path: str, vocab_size: int, prompts: list[Prompt]) -> None
         )
 
 
-def identity(config: Config) -> str:
-    """A hash of what makes a run the run it is; where it lies, how long it goes on and what it shows may change."""
-    values = config.model_dump(exclude={"ray", "metrics", "evaluate", "checkpoint", "sft", "weights"})
-    for section, key in [
-        *(("run", key) for key in ("dir", "steps", "runtime", "deadline_s")),
-        *(("engine", key) for key in ("vllm_python", "urls", "weights_dir")),
-    ]:
-        del values[section][key]
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def probe(prompts: list[Prompt], longest: int = _PROBE_TOKENS) -> tuple[Ints, ...]:
     """A few fixed token sequences, none above `longest`, for engine and trainer to score after every swap."""
     length = min(_PROBE_TOKENS, longest)
@@ -226,19 +215,22 @@ def probe(prompts: list[Prompt], longest: int = _PROBE_TOKENS) -> tuple[Ints, ..
 # Training
 
 
-async def train(config: Config, resume: bool, view: View) -> Summary:
+async def train(config: Config, resume: bool, view: View, overwrite: bool = False) -> Summary:
     """A whole run, from nothing or from where it was interrupted."""
     with phase(view.on_event, "reading the model and the prompts"):
         prepared = prepare(config)
     for note in prepared.notes:
         view.message(note)
     directory = Path(config.run.dir)
-    _claim(directory, prepared, resume)
+    claim(directory, config, prepared.prompts, resume, overwrite)
     make_private(directory)
     log = RunLog(directory, config.run.deadline_s)
     metrics: Metrics | None = None
     try:
-        history = _claim(directory, prepared, resume)  # again, under the log's lock: somebody may have been faster
+        # Again, under the log's lock: another process may have been faster.
+        history = claim(directory, config, prepared.prompts, resume, False) if resume else read(log.path)
+        if history and not resume:
+            raise ConfigError(f"{directory} already holds a run; choose another run.dir")
         state = fold(history)
         if state.status == "finished" and state.num_trained >= config.run.steps:
             view.on_event(Warned(message=f"{directory} is finished; nothing to resume"))
@@ -248,6 +240,11 @@ async def train(config: Config, resume: bool, view: View) -> Summary:
         for listener in (tokens.on_event, view.on_event, metrics.on_event):
             log.subscribe(listener)
         await _run_to_the_end(prepared, log, state, history, tokens, directory)
+    except RunFailed:
+        log.close()
+        with suppress(HeadwayError):
+            write_report(directory)
+        raise
     finally:
         if metrics is not None:
             metrics.close()
@@ -265,11 +262,14 @@ async def _run_to_the_end(
 ) -> None:
     """Start, resume if there is something to resume, run; the log's last event says how it ended."""
     from headway.control.controller import Controller
-    from headway.control.resume import progress_from
+    from headway.control.resume import change_config, progress_from
 
     if history:
         num_resumed = sum(isinstance(event, ResumeStarted) for event in history)
         log.append(ResumeStarted(incarnation=num_resumed + 1, hardware=hardware()))
+        await change_config(prepared.config, log, state, directory)
+        await log.flush()
+        history = read(log.path)
     else:
         _begin(prepared, log, directory)
     status, cause = "failed", ""
@@ -288,12 +288,23 @@ async def _run_to_the_end(
         status = "finished"
     except asyncio.CancelledError:
         status, cause = "stopped", "interrupted from outside"
-        raise RunFailed(f"stopped; `--resume` goes on from {directory}") from None
+        await log.flush()
+        raise RunFailed(_stopped(directory, read(log.path))) from None
     except BaseException as error:
         cause = str(error) or type(error).__name__
         raise
     finally:
         log.append(Ended(status=status, cause=cause, tokens=tokens.counts()))
+
+
+def _stopped(directory: Path, history: list[Event]) -> str:
+    """What is on disk after an interrupt, and what `--resume` will do."""
+    state = fold(history)
+    version = state.checkpoints[0][0] if state.checkpoints else 0
+    retrains = state.num_trained - version
+    told = f", retraining {retrains} recorded steps first" if retrains else ""
+    model = f"; the model is in {directory / 'model'}" if (directory / "model").exists() else ""
+    return f"stopped after {state.num_trained} steps; `--resume` goes on from {directory}{told}{model}"
 
 
 def _begin(prepared: Prepared, log: RunLog, directory: Path) -> None:
@@ -306,6 +317,7 @@ def _begin(prepared: Prepared, log: RunLog, directory: Path) -> None:
             num_prompts=len(prepared.prompts),
             worst_staleness=prepared.staleness().worst_staleness,
             config_hash=identity(prepared.config),
+            rows=fingerprint(prepared.prompts),
         )
     )
 
@@ -343,30 +355,6 @@ def _tasks(prepared: Prepared) -> "Tasks":
         sampling=prepared.sampling,
         eval_sampling=prepared.eval_sampling,
     )
-
-
-def _claim(directory: Path, prepared: Prepared, resume: bool) -> list[Event]:
-    """The events of the run to go on with, or none; the directory must be this config's or new."""
-    path = directory / EVENTS_NAME
-    history = read(path) if path.exists() else []
-    if history and not resume:
-        raise ConfigError(f"{directory} already holds a run; add --resume to go on with it, or choose another run.dir")
-    if resume and not history:
-        raise ConfigError(f"{directory} holds no run to resume; leave --resume out to start one")
-    if history:
-        _check_same_run(directory, prepared, fold(history))
-    return history
-
-
-def _check_same_run(directory: Path, prepared: Prepared, state: RunState) -> None:
-    if state.config_hash != identity(prepared.config):
-        raise ConfigError(f"{directory} belongs to a run with another config; resume with that one or change run.dir")
-    num_prompts = len(prepared.prompts)
-    if state.num_prompts != num_prompts:
-        raise ConfigError(
-            f"the run in {directory} was begun with {state.num_prompts} prompts, and its tasks now have {num_prompts}; "
-            "restore their rows or change run.dir"
-        )
 
 
 def hardware() -> dict[str, Any]:

@@ -7,22 +7,26 @@ Invariants that live here:
      software and rank count.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from headway.config import Config
 from headway.control.buffer import Buffer
 from headway.control.controller import Progress
-from headway.control.retrain import retrain
+from headway.control.retrain import load_newest_checkpoint, retrain
+from headway.control.run_directory import changes, changes_arithmetic
 from headway.control.staleness import StalenessControl
 from headway.control.workers import open_runtime, start_trainer
 from headway.errors import HeadwayError
-from headway.record.events import Checkpointed, Event
+from headway.record.events import Checkpointed, ConfigChanged, Event, Warned
 from headway.record.ledger import RunState, fold, ledger
 from headway.record.log import EVENTS_NAME, read
 from headway.record.phases import phase
 from headway.record.shards import RECORD_NAME, Record, RunLog
+from headway.training.checkpoint import slot_for
 from headway.types import DropReason
 
 
@@ -58,20 +62,53 @@ def progress_from(staleness: StalenessControl, log: RunLog, state: RunState, his
     )
 
 
+async def change_config(config: Config, log: RunLog, state: RunState, directory: Path) -> None:
+    """Record the knobs that a resume changes. Steps of the record are first retrained with those they were trained
+    with, to a checkpoint from which the new ones hold."""
+    found = changes(state.config, config)
+    if not found:
+        return
+    if state.num_trained and changes_arithmetic(found):
+        before = {**state.config, "run": config.run.model_dump(), "ray": config.ray.model_dump()}
+        slot, started = slot_for(state.num_checkpoints), time.time()
+        async with open_runtime(config, directory) as runtime:
+            with phase(log.append, "retraining with the knobs of the record"):
+                trainer = await start_trainer(runtime, Config.model_validate(before), None)
+                version = await load_newest_checkpoint(state, trainer, directory, _warn(log))
+                await retrain(log.record.load, state, trainer, version, lambda done, total: None, log.append)
+                await trainer.snapshot()
+                await trainer.save(str(directory / "checkpoint" / slot))
+        log.append(Checkpointed(version=state.num_trained, slot=slot, seconds=time.time() - started))
+    log.append(ConfigChanged(version=state.num_trained, changes=found))
+
+
+def _warn(log: RunLog) -> Callable[[str], object]:
+    return lambda message: log.append(Warned(message=message))
+
+
 async def replay(directory: Path, emit: Callable[[Event], object]) -> tuple[int, str]:
     """Train a recorded run again from its first weights; the last version and its digest, equal to the record's."""
-    history = read(directory / EVENTS_NAME)
-    state = fold(history)
-    config = Config.model_validate(state.config)
-    if config.run.runtime == "ray":  # the cluster may be gone, and one machine is enough
-        config = config.model_copy(update={"run": config.run.model_copy(update={"runtime": "local"})})
+    state = fold(read(directory / EVENTS_NAME))
     if not state.num_trained:
         raise HeadwayError(f"{directory} has no training step to replay")
-    record = Record(directory / RECORD_NAME)
-    async with open_runtime(config, directory / "replay") as runtime:
-        with phase(emit, "starting the trainer"):
-            trainer = await start_trainer(runtime, config, None)
-        with phase(emit, f"retraining {state.num_trained} recorded steps") as progress:
-            await retrain(record.load, state, trainer, 0, progress, emit)
-        await trainer.save_model(str(directory / "replay" / "model"))
+    record, checkpoint = Record(directory / RECORD_NAME), str(directory / "replay" / "checkpoint" / "a")
+    ends = [*(version for version, _ in state.configs[1:]), state.num_trained]
+    for (first, knobs), end in zip(state.configs, ends, strict=True):
+        config = Config.model_validate(knobs)
+        if config.run.runtime == "ray":  # the cluster may be gone, and one machine is enough
+            config = config.model_copy(update={"run": config.run.model_copy(update={"runtime": "local"})})
+        if first == end:
+            continue
+        async with open_runtime(config, directory / "replay") as runtime:
+            with phase(emit, "starting the trainer"):
+                trainer = await start_trainer(runtime, config, None)
+            if first:
+                await trainer.load(checkpoint)
+            with phase(emit, f"retraining {end - first} recorded steps") as progress:
+                await retrain(record.load, replace(state, num_trained=end), trainer, first, progress, emit)
+            if end == state.num_trained:
+                await trainer.save_model(str(directory / "replay" / "model"))
+            else:
+                await trainer.snapshot()
+                await trainer.save(checkpoint)
     return state.num_trained, state.digests[state.num_trained]

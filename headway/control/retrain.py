@@ -7,6 +7,7 @@ Invariants that live here:
  16. Replay: from the record, the same batches lead to identical weights where arithmetic is repeatable.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,12 +28,23 @@ async def load_newest_checkpoint(
     for _, slot in state.checkpoints:
         # A damaged slot is a decision: the other one, or the beginning, leads to the same weights.
         try:
+            _check_not_newer(directory / "checkpoint" / slot, state.num_trained)
             return await trainer.load(str(directory / "checkpoint" / slot))
         except (WorkerDied, DeadlineExceeded):
             raise
         except HeadwayError as error:
             warn(f"{error}; trying the one before")
     return 0
+
+
+def _check_not_newer(slot: Path, num_trained: int) -> None:
+    """A log restored from an older copy may name a slot that was overwritten since."""
+    try:
+        version = json.loads((slot / "checkpoint.json").read_text())["version"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # loading it says what is wrong
+    if version > num_trained:
+        raise HeadwayError(f"checkpoint {slot} is of version {version}, and the log ends at {num_trained}")
 
 
 async def retrain(

@@ -71,6 +71,13 @@ class Resumed(Event, frozen=True, kw_only=True):
     lost_tokens: int  # sampled for groups that had not finished
 
 
+class ConfigChanged(Event, frozen=True, kw_only=True):
+    """A resume with other knobs, which hold for the training steps after this version; replay honours them."""
+
+    version: int
+    changes: dict[str, tuple[Any, Any]]  # "trainer.lr": (before, after)
+
+
 class Phase(Event, frozen=True, kw_only=True):
     """Work before, between or after training steps, such as starting workers: its start, its progress, its end."""
 

@@ -32,6 +32,8 @@ class RunState:
 
     config: dict[str, Any] = field(default_factory=dict)
     config_hash: str = ""
+    rows: str = ""  # the fingerprint of the training rows
+    configs: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # each from the version it holds for
     num_prompts: int = 0
     admitted: dict[int, Admitted] = field(default_factory=dict)
     finished: dict[int, ShardRef] = field(default_factory=dict)
@@ -42,6 +44,7 @@ class RunState:
     digests: dict[int, str] = field(default_factory=dict)  # of the weights each training step made
     samples: dict[int, tuple[float, ...]] = field(default_factory=dict)  # of those weights
     metrics: dict[int, dict[str, float | None]] = field(default_factory=dict)  # of those steps
+    num_checkpoints: int = 0
     evaluations: list[Event] = field(default_factory=list)
     status: str = ""  # empty until the run ended
     cause: str = ""
@@ -75,6 +78,8 @@ class RunState:
                 self._on_run_started(event)
             case "resume_started":
                 self.status = self.cause = ""
+            case "config_changed":
+                self._on_config_changed(event)
             case "resumed":
                 self._on_resumed(event)
             case "admitted":
@@ -97,14 +102,24 @@ class RunState:
                 self.evaluations.append(event)
             case "checkpointed":
                 self._slots[event["slot"]] = event["version"]
+                self.num_checkpoints += 1
             case "ended":
                 self.status, self.cause = event["status"], event["cause"]
 
     def _on_run_started(self, event: Event) -> None:
         if self.config_hash:
             _broken(event, "a second run starts in the same log")
-        self.config, self.config_hash = event["config"], event["config_hash"]
+        self.config, self.config_hash, self.rows = event["config"], event["config_hash"], event["rows"]
+        self.configs.append((0, self.config))
         self.num_prompts = event["num_prompts"]
+
+    def _on_config_changed(self, event: Event) -> None:
+        config = {section: dict(knobs) for section, knobs in self.config.items()}
+        for key, (_, value) in event["changes"].items():
+            section, _, knob = key.partition(".")
+            config.setdefault(section, {})[knob] = value
+        self.config = config
+        self.configs.append((event["version"], config))
 
     def _on_resumed(self, event: Event) -> None:
         if event["version"] != self.num_trained:

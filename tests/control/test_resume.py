@@ -4,6 +4,7 @@ Invariant 16: replay. From the record, the training of a finished run is repeate
 """
 
 import asyncio
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -132,7 +133,7 @@ def test_a_signal_ends_the_run_in_order_and_resume_goes_on(
         run.process.send_signal(number)
         assert run.wait() == 1
         assert not run.descendants()
-        assert f"error: stopped; `--resume` goes on from {config.run.dir}\n" in run.output
+        assert re.search(rf"error: stopped after \d+ steps; `--resume` goes on from {config.run.dir}", run.output)
         assert "Traceback" not in run.output
     stopped = run.events()
     assert stopped[-1].kind == "ended" and stopped[-1].status == "stopped"

@@ -1,0 +1,116 @@
+"""Whose a run directory is: new, replaced, or resumed, and which knobs a resume may change.
+
+A resume refuses what changes the meaning of the record: model, data, sampling, the staleness bound and batch sizes.
+Every other knob may change; the change is an event, which replay honours.
+"""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from headway.config import Config
+from headway.errors import ConfigError
+from headway.record.events import Event
+from headway.record.ledger import RunState, fold
+from headway.record.log import EVENTS_NAME, is_being_written, read
+from headway.types import Prompt
+
+_FIXED_SECTIONS = {"model", "task", "tasks", "sampling", "staleness"}
+_FIXED_KNOBS = {
+    *("run.seed", "run.deterministic", "engine.max_context", "trainer.batch_groups", "trainer.minibatches"),
+    *(f"rollout.{knob}" for knob in ("group_size", "workflow", "settings", "max_turns", "max_episode_tokens")),
+}
+_OF_ARITHMETIC = {"trainer", "algorithm"}
+_RUN_FILES = (
+    *("config.json", "record", "checkpoint", "weights", "logs", "metrics.jsonl", "tensorboard", "summary.json"),
+    *("report.png", "model", "model-best", "replay"),
+)
+Changes = dict[str, tuple[Any, Any]]
+
+
+def claim(directory: Path, config: Config, prompts: list[Prompt], resume: bool, overwrite: bool) -> list[Event]:
+    """The events of the run to resume, or none; a run that never trained is replaced, others with `overwrite`."""
+    path = directory / EVENTS_NAME
+    history = read(path) if path.exists() else []
+    if resume and not history:
+        raise ConfigError(f"{directory} holds no run to resume; leave --resume out to start one")
+    if history and not resume:
+        _replace(directory, fold(history), overwrite)
+        return []
+    if history:
+        _check_same_run(directory, config, prompts, fold(history))
+    return history
+
+
+def _replace(directory: Path, state: RunState, overwrite: bool) -> None:
+    if is_being_written(directory / EVENTS_NAME):
+        raise ConfigError(f"{directory} is in use by a run that goes on; choose another run.dir")
+    if state.num_trained and not overwrite:
+        raise ConfigError(
+            f"{directory} already holds a run of {state.num_trained} steps; add --resume to go on with it, --overwrite "
+            "to delete it, or choose another run.dir"
+        )
+    for name in (*_RUN_FILES, EVENTS_NAME):
+        path = directory / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _check_same_run(directory: Path, config: Config, prompts: list[Prompt], state: RunState) -> None:
+    refused = {key: pair for key, pair in changes(state.config, config).items() if is_fixed(key)}
+    if refused:
+        key, (old, new) = next(iter(refused.items()))
+        others = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        raise ConfigError(
+            f"{key} = {new!r} differs{others} from the {old!r} of the run in {directory}, whose record would lose its "
+            f"meaning; resume with {key} = {old!r} or choose another run.dir"
+        )
+    if state.num_prompts != len(prompts):
+        raise ConfigError(
+            f"the run in {directory} was begun with {state.num_prompts} prompts, and its tasks now have "
+            f"{len(prompts)}; restore their rows or change run.dir"
+        )
+    if state.rows and state.rows != fingerprint(prompts):
+        raise ConfigError(
+            f"the rows of the run in {directory} were edited or reordered since it was begun; restore them or change "
+            "run.dir"
+        )
+
+
+def identity(config: Config) -> str:
+    """A hash of the knobs that give the record its meaning."""
+    fixed = sorted((key, repr(value)) for key, value in _flat(config.model_dump()) if is_fixed(key))
+    return xxhash.xxh3_64_hexdigest(repr(fixed).encode())
+
+
+def is_fixed(key: str) -> bool:
+    return key.split(".")[0] in _FIXED_SECTIONS or key in _FIXED_KNOBS
+
+
+def changes(recorded: dict[str, Any], config: Config) -> Changes:
+    """Every knob that differs from the recorded one, with both values."""
+    before, now = dict(_flat(recorded)), dict(_flat(config.model_dump()))
+    keys = [key for key in {**before, **now} if key != "run.dir" and before.get(key) != now.get(key)]
+    return {key: (before.get(key), now.get(key)) for key in keys}
+
+
+def changes_arithmetic(found: Iterable[str]) -> bool:
+    """Whether steps that were recorded before would be trained differently."""
+    return any(key.split(".")[0] in _OF_ARITHMETIC for key in found)
+
+
+def _flat(values: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    for section, knobs in values.items():
+        for knob, value in knobs.items():
+            yield f"{section}.{knob}", list(value) if isinstance(value, tuple) else value
+
+
+def fingerprint(prompts: list[Prompt]) -> str:
+    """A checksum of all rows in order: their tokens, and what their verifier gets."""
+    digest = xxhash.xxh3_64()
+    for prompt in prompts:
+        digest.update(prompt.tokens.tobytes())
+        digest.update(repr(prompt.task).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()

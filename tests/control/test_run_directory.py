@@ -1,0 +1,107 @@
+"""Which runs a directory may be resumed, replaced or refused for, and what a resume may change."""
+
+import asyncio
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from system import check_finished, events_of, make_config, run_inline, task_of
+
+from headway import launch
+from headway.control.resume import replay
+from headway.errors import ConfigError
+from headway.monitor.view import PlainView
+from headway.record.ledger import fold
+
+
+def test_12_a_resume_takes_other_knobs_and_replay_honours_them(tmp_path: Path, tiny_model: str) -> None:
+    run_inline(make_config(tmp_path, tiny_model, run={"steps": 3}))
+    again: dict[str, dict[str, Any]] = {
+        "run": {"steps": 5},
+        "trainer": {"lr": 1e-3, "token_budget": 256},
+        "engine": {"kv_tokens": 1024, "count": 2},
+        "reward": {"deadline_s": 20.0},
+    }
+    config = make_config(tmp_path, tiny_model, **again)
+    run_inline(config, resume=True)
+    events = events_of(config)
+    state = check_finished(config, events)
+    (changed,) = [event for event in events if event.kind == "config_changed"]
+    assert changed.version == 3 and changed.changes["trainer.lr"] == (3e-3, 1e-3)
+    assert {"engine.count", "reward.deadline_s", "run.steps"} <= {*changed.changes}
+    version, digest = asyncio.run(replay(Path(config.run.dir), lambda event: None))
+    assert (version, digest) == (5, state.digests[5])
+
+
+@pytest.mark.parametrize(
+    ("section", "knob", "value", "old"),
+    [
+        ("trainer", "batch_groups", 4, "3"),
+        ("sampling", "temperature", 0.5, "1.0"),
+        ("rollout", "group_size", 4, "3"),
+        ("staleness", "max_staleness", 1, "2"),
+    ],
+)
+def test_12_a_resume_names_the_knob_that_would_change_the_meaning_of_the_record(
+    tmp_path: Path, one_step: Path, tiny_model: str, section: str, knob: str, value: Any, old: str
+) -> None:
+    config = copied(one_step, tmp_path, tiny_model, **{section: {knob: value}})
+    with pytest.raises(ConfigError, match=rf"{section}.{knob} = {value} differs from the {old} of the run in"):
+        run_inline(config, resume=True)
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
+    home = tmp_path_factory.mktemp("one_step")
+    run_inline(make_config(home, tiny_model, run={"steps": 1}, task={"eval": ""}))
+    return home
+
+
+def copied(home: Path, into: Path, model: str, **sections: Any) -> Any:
+    shutil.copytree(home / "run", into / "run")
+    config = make_config(home, model, **sections, task={"eval": ""})
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(into / "run"), "steps": 2})})
+
+
+def test_20_rows_that_were_reordered_are_noticed_at_resume(tmp_path: Path, tiny_model: str) -> None:
+    rows = [json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) for n in range(4)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(rows) + "\n")
+    task = {"train": str(path), "eval": "", "verifier": ""}
+    task["verifier"] = task_of(tmp_path, "verify")
+    run_inline(make_config(tmp_path, tiny_model, task=task, run={"steps": 1}))
+    path.write_text("\n".join(reversed(rows)) + "\n")
+    with pytest.raises(ConfigError, match=r"the rows of the run in .* were edited or reordered"):
+        run_inline(make_config(tmp_path, tiny_model, task=task, run={"steps": 2}), resume=True)
+
+
+def test_20_a_checkpoint_newer_than_the_log_is_never_loaded(tmp_path: Path, tiny_model: str) -> None:
+    config = make_config(tmp_path, tiny_model, task={"eval": ""}, checkpoint={"every": 1}, run={"steps": 8})
+    run_inline(config)
+    log = Path(config.run.dir) / "events.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    cut = next(n for n, line in enumerate(lines) if '"kind":"checkpointed"' in line)
+    log.write_text("".join(lines[: cut + 1]))
+    _, seen = run_inline(config, resume=True)
+    check_finished(config, events_of(config))
+    assert re.search(r"is of version [78], and the log ends at [1-4]", seen)
+
+
+def test_29_a_run_that_never_trained_is_replaced_and_others_only_when_told(
+    tmp_path: Path, one_step: Path, tiny_model: str
+) -> None:
+    config = copied(one_step, tmp_path, tiny_model)
+    with pytest.raises(ConfigError, match=r"already holds a run of 1 steps; add --resume .* --overwrite"):
+        run_inline(config)
+    log = tmp_path / "run" / "events.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:3]))
+    run_inline(config)
+    assert fold(events_of(config)).num_trained == 2
+    view = PlainView(io.StringIO())
+    asyncio.run(launch.train(config, False, view, overwrite=True))
+    assert fold(events_of(config)).num_trained == 2
