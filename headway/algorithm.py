@@ -117,7 +117,7 @@ class AlgorithmSection(Section):
     sapo_temperature: float = Field(1.0, gt=0, description="steepness of SAPO's gate for positive advantages")
     sapo_temperature_negative: float = Field(1.05, gt=0, description="its steepness for negative advantages")
 
-    behaviour_cap: float = Field(0.0, ge=0, description="largest π_prox/π_behav kept; 0 never caps")
+    behaviour_cap: float = Field(5.0, ge=0, description="largest π_prox/π_behav that is trained on; 0: any")
     behaviour_cap_mode: Literal["mask", "truncate"] = Field(
         "mask", description="drop tokens over the cap, or clamp them to it"
     )
@@ -248,7 +248,9 @@ def contradictions(algorithm: AlgorithmSection, group_size: int, ranks: int) -> 
             a.dual_clip and a.objective not in ("decoupled", "naive")
         ),
         f"{prefix}algorithm.objective = naive applies no π_prox/π_behav that behaviour_cap could limit; set "
-        "objective = decoupled or behaviour_cap = 0": a.objective == "naive" and a.behaviour_cap,
+        "objective = decoupled or behaviour_cap = 0": (
+            a.objective == "naive" and a.behaviour_cap and "behaviour_cap" in a.model_fields_set
+        ),
         f"algorithm.{empty[0] if empty else ''}_low is not below its high; widen the bounds": empty,
         "algorithm.behaviour_level = sequence multiplies ratios of a whole sequence and needs behaviour_cap": (
             a.behaviour_level == "sequence" and not a.behaviour_cap and a.objective != "naive"

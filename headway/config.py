@@ -6,10 +6,12 @@ names the nearest known one. A component is given its own section and never read
 
 import re
 import tomllib
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from headway import algorithm, knobs
 from headway.algorithm import AlgorithmSection
@@ -32,6 +34,19 @@ class RunSection(Section):
         False, description="bit-for-bit repeatable generation and, on a GPU, training, at a cost in speed"
     )
     deadline_s: float = Field(1800.0, gt=0, description="longest wait for any one answer, in seconds")
+
+
+Names = Annotated[str, BeforeValidator(lambda value: ",".join(value) if _is_names(value) else value)]
+"""One name or an array of names; held as text, with commas between names."""
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16"],
+    BeforeValidator(lambda value: _SHORT.get(value, value) if isinstance(value, str) else value),
+]
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 Needs = dict[str, Annotated[float, Field(gt=0)]]
@@ -57,7 +72,7 @@ class InitSection(Section):
 
 class ModelSection(Section):
     path: str = Field(description="transformers directory or hub name of the model to start from")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="type of the published weights")
+    dtype: Dtype = Field("float32", description="type of the published weights")
     init: InitSection = Field(default_factory=InitSection, description="shape of a model built by `sft`")
 
 
@@ -128,8 +143,8 @@ class EngineSection(Section):
         "embedded", description="who generates: the embedded engine, vLLM servers, or a stand-in"
     )
     count: int = Field(1, ge=1, le=256, description="engines that generate side by side, each a process")
-    device: str = Field(
-        "cpu", description="where engines compute: cpu, cuda, cuda:1, or several by turns: cuda:0,cuda:1"
+    device: Names = Field(
+        "cpu", description='where engines compute: cpu, cuda, cuda:1, or in turn ["cuda:0", "cuda:1"]'
     )
     max_num_seqs: int = Field(64, ge=1, description="sequences an engine decodes together")
     max_context: int = Field(0, ge=0, description="longest sequence; 0 takes the model's own limit")
@@ -142,7 +157,7 @@ class EngineSection(Section):
     threads: int = Field(1, ge=1, description="CPU threads of an engine")
     vllm_python: str = Field("", description="interpreter of an environment that has vLLM; engines start their servers")
     vllm_args: str = Field("", description="further arguments of `vllm serve`, such as --tensor-parallel-size 2")
-    urls: str = Field("", description="vLLM servers that run already, one per engine: http://a:8000,http://b:8000")
+    urls: Names = Field("", description='vLLM servers that run already, one per engine: ["http://a:8000"]')
     weights_dir: str = Field(
         "", description="where weights lie for vLLM servers, which must see it too; empty is a temporary one"
     )
@@ -181,11 +196,11 @@ class StalenessSection(Section):
 
 class TrainerSection(Section):
     ranks: int = Field(1, ge=1, le=256, description="processes that train together, each with its share of the weights")
-    device: str = Field("cpu", description="where ranks compute: cpu, cuda, cuda:1, or several by turns: cuda:0,cuda:1")
+    device: Names = Field("cpu", description='where ranks compute: cpu, cuda, cuda:1, or in turn ["cuda:0", "cuda:1"]')
     batch_groups: int = Field(32, ge=1, description="groups per training step (B)")
     minibatches: int = Field(1, ge=1, description="optimizer steps per training step")
     token_budget: int = Field(8192, ge=16, description="most tokens in one micro-batch")
-    lr: float = Field(2e-5, gt=0, description="learning rate after warm-up")
+    lr: float = Field(1e-6, gt=0, description="learning rate after warm-up")
     warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises linearly")
     lr_schedule: Literal["constant", "cosine", "linear"] = Field(
         "constant", description="how the learning rate falls after the warm-up"
@@ -216,9 +231,9 @@ class TrainerSection(Section):
 
 
 class WeightsSection(Section):
-    transport: str = Field(
+    transport: Names = Field(
         "auto",
-        description="how weights reach engines: auto, or some of shared_memory, stream and disk, the best first",
+        description='how weights reach engines: auto, or some of ["shared_memory", "stream", "disk"], the best first',
     )
     address: str = Field(
         "",
@@ -290,6 +305,15 @@ class Config(Section):
             return values
         return {**values, "tasks": {name: _over(shared, own) for name, own in tasks.items()}}
 
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        chosen = algorithm.contradictions(self.algorithm, self.rollout.group_size, self.trainer.ranks)
+        excluded = (sentence for sentence, wrong in (_contradictions_of_tasks(self) | chosen).items() if wrong)
+        checks = _contradictions(self), _contradictions_of_vllm(self), excluded, _contradictions_of_places(self)
+        for sentence in chain(*checks):
+            raise ValueError(sentence)
+        return self
+
     @property
     def named_tasks(self) -> dict[str, TaskSection]:
         """The tasks of the run by name; the name of a single one is empty."""
@@ -309,7 +333,7 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    for override in overrides or []:
+    for override in knobs.joined(overrides or []):
         knobs.apply_override(Config, values, override)
     run = values.setdefault("run", {})
     if isinstance(run, dict) and run.get("dir", "") == "":
@@ -332,7 +356,6 @@ def validate(values: dict[str, Any], where: str = "config") -> Config:
         config = Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"{where}: {knobs.sentence(Config, error)}") from None
-    _check_contradictions(config, where)
     limit = config.algorithm.length_limit or config.sampling.max_tokens
     steps = config.trainer.schedule_steps or config.run.steps
     return config.model_copy(
@@ -346,90 +369,6 @@ def validate(values: dict[str, Any], where: str = "config") -> Config:
 def all_keys() -> dict[str, str]:
     """Every knob as section.key, with its sentence."""
     return knobs.keys(Config)
-
-
-def _contradictions_of_weights(section: WeightsSection) -> dict[str, object]:
-    named = section.transports
-    unknown = {*named} - {"shared_memory", "stream", "disk"} or len({*named}) < len(named)
-    return {
-        f"weights.transport = {section.transport} is neither auto nor some of shared_memory, stream and disk, each "
-        "once; set one of them": section.transport != "auto" and unknown
-    }
-
-
-def _vllm_contradictions(config: Config) -> dict[str, object]:
-    engine, sampling = config.engine, config.sampling
-    is_vllm, num_urls = engine.kind == "vllm", len(engine.servers)
-    own = [name for name in ("vllm_python", "vllm_args", "urls", "weights_dir") if getattr(engine, name)]
-    wrong_urls = [url for url in engine.servers if not re.fullmatch(r"https?://[^/?#@\s]+", url)]
-    cut = sampling.top_k > 0 or sampling.top_p < 1
-    return {
-        f"engine.{own[0] if own else ''} is for vLLM servers, and engine.kind = {engine.kind}; "
-        "set engine.kind = vllm or leave it out": own and not is_vllm,
-        "engine.kind = vllm needs servers: name an interpreter that has vLLM in engine.vllm_python, or servers that "
-        "run already in engine.urls": is_vllm and not engine.vllm_python and not num_urls,
-        "engine.urls names servers that run already, and engine.vllm_python says to start them; leave one out": (
-            engine.vllm_python and num_urls
-        ),
-        "engine.vllm_args is for servers that are started here, and engine.urls names some that run already; "
-        "give it to those who start them": engine.vllm_args and num_urls,
-        f"engine.urls names {num_urls} servers, and engine.count = {engine.count}; set engine.count = {num_urls}": (
-            num_urls and num_urls != engine.count
-        ),
-        f"engine.urls names {wrong_urls[0] if wrong_urls else ''}, which is no server's address; "
-        "write it like http://host:8000": wrong_urls,
-        "run.deterministic is the embedded engine's, and engine.kind = vllm; turn it off": (
-            is_vllm and config.run.deterministic
-        ),
-        "with top-k or top-p, vLLM gives log-probs of the full distribution at temperature 1 only; set "
-        "sampling.temperature = 1 and evaluate.temperature to 0 or 1, or sampling.top_k = 0 and sampling.top_p = 1": (
-            is_vllm and cut and (sampling.temperature != 1 or config.evaluate.temperature not in (0, 1))
-        ),
-    }
-
-
-def _check_contradictions(config: Config, where: str) -> None:
-    batch, rollout, trainer = config.trainer.batch_groups, config.rollout, config.trainer
-    longest = config.engine.max_context
-    problems: dict[str, object] = {
-        f"rollout.max_groups = {rollout.max_groups} can never fill a batch of trainer.batch_groups = {batch}; "
-        "raise max_groups or lower batch_groups": 0 < rollout.max_groups < batch,
-        f"trainer.token_budget = {trainer.token_budget} is smaller than one sequence of engine.max_context = {longest} "
-        "tokens; raise the budget or lower the context": longest and trainer.token_budget < longest,
-        f"trainer.minibatches = {trainer.minibatches} is more than trainer.batch_groups = {batch}; lower minibatches": (
-            trainer.minibatches > batch
-        ),
-        f"engine.kv_tokens = {config.engine.kv_tokens} cannot hold two sequences of engine.max_context = {longest}; "
-        "raise kv_tokens or lower max_context": longest and 0 < config.engine.kv_tokens < 2 * longest,
-        f"sampling.max_tokens = {config.sampling.max_tokens} leaves no room for a prompt in engine.max_context = "
-        f"{longest}; lower max_tokens": longest and config.sampling.max_tokens >= longest,
-        f"engine.device = {config.engine.device} names more devices than engine.count = {config.engine.count}; "
-        "raise count or name fewer": len(config.engine.devices) > config.engine.count,
-    }
-    problems |= _vllm_contradictions(config)
-    problems |= _contradictions_of_tasks(config)
-    named = [("engine.device", device) for device in config.engine.devices]
-    for knob, device in [*named, *(("trainer.device", device) for device in trainer.devices)]:
-        sentence = f"{knob} = {device} is neither cpu nor cuda nor a GPU by number, such as cuda:1; set one of them"
-        problems[sentence] = not re.fullmatch(r"cpu|cuda(:\d+)?", device)
-        sentence = (
-            f"{knob} = {device}: with run.runtime = ray a worker sees the GPUs it reserves and no others; set cuda"
-        )
-        problems[sentence] = config.run.runtime == "ray" and ":" in device
-    for kind, needs in config.ray.model_dump(exclude={"address"}).items():
-        for name, amount in needs.items():
-            sentence = f"ray.{kind}: {amount:g} {name} is neither a part of one nor a whole number; round it"
-            problems[sentence] = amount > 1 and amount != int(amount)
-    sentence = (
-        f"ray.address = {config.ray.address} is Ray's client protocol; run on a node of the cluster and give HOST:PORT"
-    )
-    problems[sentence] = "://" in config.ray.address
-    problems |= _contradictions_of_weights(config.weights)
-    problems |= _contradictions_of_ranks(config)
-    problems |= algorithm.contradictions(config.algorithm, rollout.group_size, trainer.ranks)
-    for sentence, wrong in problems.items():
-        if wrong:
-            raise ConfigError(f"{where}: {sentence}")
 
 
 def _contradictions_of_tasks(config: Config) -> dict[str, object]:
@@ -462,16 +401,120 @@ def _contradictions_of_tasks(config: Config) -> dict[str, object]:
     }
 
 
-def _contradictions_of_ranks(config: Config) -> dict[str, object]:
-    section = config.trainer
-    gpus = {{"cuda": "cuda:0"}.get(device, device) for device in section.devices} - {"cpu"}
-    return {
-        f"trainer.device = {section.device} names more devices than trainer.ranks = {section.ranks}; "
-        "raise ranks or name fewer": len(section.devices) > section.ranks,
-        f"trainer.device = {section.device} mixes cpu and GPUs, and ranks of one kind cannot talk to the other; "
-        "name one kind": gpus and "cpu" in section.devices,
-        f"trainer.ranks = {section.ranks} need a GPU each, and trainer.device = {section.device} names {len(gpus)}; "
-        "name more or lower ranks": 0 < len(gpus) < section.ranks,
-        f"trainer.ranks = {section.ranks} are processes, and run.runtime = inline has one; "
-        "set run.runtime = local or ranks = 1": section.ranks > 1 and config.run.runtime == "inline",
-    }
+def _contradictions(config: Config) -> Iterator[str]:
+    """A sentence for each combination of values that cannot work."""
+    batch, rollout, trainer, engine = config.trainer.batch_groups, config.rollout, config.trainer, config.engine
+    longest = engine.max_context
+    if 0 < rollout.max_groups < batch:
+        yield (
+            f"rollout.max_groups = {rollout.max_groups} can never fill a batch of trainer.batch_groups = {batch}; "
+            "raise max_groups or lower batch_groups"
+        )
+    if longest and trainer.token_budget < longest:
+        yield (
+            f"trainer.token_budget = {trainer.token_budget} is smaller than one sequence of engine.max_context = "
+            f"{longest} tokens; raise the budget or lower the context"
+        )
+    if trainer.minibatches > batch:
+        yield (
+            f"trainer.minibatches = {trainer.minibatches} is more than trainer.batch_groups = {batch}; lower "
+            "minibatches"
+        )
+    if longest and 0 < engine.kv_tokens < 2 * longest:
+        yield (
+            f"engine.kv_tokens = {engine.kv_tokens} cannot hold two sequences of engine.max_context = {longest}; "
+            "raise kv_tokens or lower max_context"
+        )
+    if longest and config.sampling.max_tokens >= longest:
+        yield (
+            f"sampling.max_tokens = {config.sampling.max_tokens} leaves no room for a prompt in engine.max_context = "
+            f"{longest}; lower max_tokens"
+        )
+    if len(engine.devices) > engine.count:
+        yield (
+            f"engine.device = {engine.device} names more devices than engine.count = {engine.count}; raise count or "
+            "name fewer"
+        )
+    named = config.weights.transports
+    if named != ("auto",) and ({*named} - {"shared_memory", "stream", "disk"} or len({*named}) < len(named)):
+        yield (
+            f"weights.transport = {config.weights.transport} is neither auto nor some of shared_memory, stream and "
+            "disk, each once; set one of them"
+        )
+
+
+def _contradictions_of_vllm(config: Config) -> Iterator[str]:
+    engine, sampling = config.engine, config.sampling
+    is_vllm, num_urls = engine.kind == "vllm", len(engine.servers)
+    own = [name for name in ("vllm_python", "vllm_args", "urls", "weights_dir") if getattr(engine, name)]
+    if own and not is_vllm:
+        yield (
+            f"engine.{own[0]} is for vLLM servers, and engine.kind = {engine.kind}; set engine.kind = vllm or leave "
+            "it out"
+        )
+    if is_vllm and not engine.vllm_python and not num_urls:
+        yield (
+            "engine.kind = vllm needs servers: name an interpreter that has vLLM in engine.vllm_python, or servers "
+            "that run already in engine.urls"
+        )
+    if engine.vllm_python and num_urls:
+        yield "engine.urls names servers that run already, and engine.vllm_python says to start them; leave one out"
+    if engine.vllm_args and num_urls:
+        yield (
+            "engine.vllm_args is for servers that are started here, and engine.urls names some that run already; "
+            "give it to those who start them"
+        )
+    if num_urls and num_urls != engine.count:
+        yield f"engine.urls names {num_urls} servers, and engine.count = {engine.count}; set engine.count = {num_urls}"
+    for url in engine.servers:
+        if not re.fullmatch(r"https?://[^/?#@\s]+", url):
+            yield f"engine.urls names {url}, which is no server's address; write it like http://host:8000"
+    if is_vllm and config.run.deterministic:
+        yield "run.deterministic is the embedded engine's, and engine.kind = vllm; turn it off"
+    cut = sampling.top_k > 0 or sampling.top_p < 1
+    if is_vllm and cut and (sampling.temperature != 1 or config.evaluate.temperature not in (0, 1)):
+        yield (
+            "with top-k or top-p, vLLM gives log-probs of the full distribution at temperature 1 only; set "
+            "sampling.temperature = 1 and evaluate.temperature to 0 or 1, or sampling.top_k = 0 and sampling.top_p = 1"
+        )
+
+
+def _contradictions_of_places(config: Config) -> Iterator[str]:
+    """Devices, nodes and ranks."""
+    trainer, on_ray = config.trainer, config.run.runtime == "ray"
+    places = [("engine.device", device) for device in config.engine.devices]
+    for knob, device in [*places, *(("trainer.device", device) for device in trainer.devices)]:
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+            yield f"{knob} = {device} is neither cpu nor cuda nor a GPU by number, such as cuda:1; set one of them"
+        if on_ray and ":" in device:
+            yield f"{knob} = {device}: with run.runtime = ray a worker sees only the GPUs it reserves; set cuda"
+    for kind, needs in config.ray.model_dump(exclude={"address"}).items():
+        for name, amount in needs.items():
+            if amount > 1 and amount != int(amount):
+                yield f"ray.{kind}: {amount:g} {name} is neither a part of one nor a whole number; round it"
+    if "://" in config.ray.address:
+        yield (
+            f"ray.address = {config.ray.address} is Ray's client protocol; run on a node of the cluster and give "
+            "HOST:PORT"
+        )
+    gpus = {{"cuda": "cuda:0"}.get(device, device) for device in trainer.devices} - {"cpu"}
+    if len(trainer.devices) > trainer.ranks:
+        yield (
+            f"trainer.device = {trainer.device} names more devices than trainer.ranks = {trainer.ranks}; raise ranks "
+            "or name fewer"
+        )
+    if gpus and "cpu" in trainer.devices:
+        yield (
+            f"trainer.device = {trainer.device} mixes cpu and GPUs, and ranks of one kind cannot talk to the other; "
+            "name one kind"
+        )
+    if 0 < len(gpus) < trainer.ranks and not on_ray:
+        yield (
+            f"trainer.ranks = {trainer.ranks} need a GPU each, and trainer.device = {trainer.device} names "
+            f"{len(gpus)}; name more or lower ranks"
+        )
+    if trainer.ranks > 1 and config.run.runtime == "inline":
+        yield (
+            f"trainer.ranks = {trainer.ranks} are processes, and run.runtime = inline has one; set run.runtime = local "
+            "or ranks = 1"
+        )

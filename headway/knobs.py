@@ -12,19 +12,61 @@ from pydantic import BaseModel, ValidationError
 
 from headway.errors import ConfigError
 
+ALIASES = {
+    "learning_rate": "trainer.lr",
+    "optim_lr": "trainer.lr",
+    "actor_lr": "trainer.lr",
+    "max_new_tokens": "sampling.max_tokens",
+    "max_completion_length": "sampling.max_tokens",
+    "max_response_length": "sampling.max_tokens",
+    "num_generations": "rollout.group_size",
+    "n_samples": "rollout.group_size",
+    "rollout_n": "rollout.group_size",
+    "train_batch_size": "trainer.batch_groups",
+    "max_head_offpolicyness": "staleness.max_staleness",
+    "max_off_policy_steps": "staleness.max_staleness",
+    "cliprange": "algorithm.clip_eps",
+    "epsilon": "algorithm.clip_eps",
+    "eps_clip": "algorithm.clip_eps",
+    "beta": "algorithm.kl_coef",
+    "max_grad_norm": "trainer.clip_norm",
+    "max_steps": "run.steps",
+    "total_training_steps": "run.steps",
+    "output_dir": "run.dir",
+    "save_steps": "checkpoint.every",
+    "save_freq": "checkpoint.every",
+    "eval_steps": "evaluate.every",
+    "test_freq": "evaluate.every",
+    "model_name_or_path": "model.path",
+    "n_gpus": "trainer.ranks",
+    "tensor_parallel_size": "engine.vllm_args",
+}
+"""What other systems call a knob, words joined by underscores."""
+
+
+def joined(arguments: list[str]) -> list[str]:
+    """Overrides as --section.key=value, where some may be written --section.key value."""
+    overrides: list[str] = []
+    for argument in arguments:
+        if not argument.startswith("--") and overrides and "=" not in overrides[-1]:
+            overrides[-1] += f"={argument}"
+        else:
+            overrides.append(argument)
+    return overrides
+
 
 def apply_override(root: type[BaseModel], values: dict[str, Any], override: str) -> None:
     key, separator, text = override.removeprefix("--").partition("=")
     if not separator or "." not in key:
-        raise ConfigError(f"override {override!r} is not of the form --section.key=value")
+        raise ConfigError(f"override {override!r} is not of the form --section.key=value{_hint(root, key.split('.'))}")
     *sections, name = key.split(".")
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
             raise ConfigError(f"override {override!r}: {section} is not a section")
     parsed = _parse_value(text)
-    # A directory named 2024 is no number.
-    values[name] = text if _takes_text(root, key) and not isinstance(parsed, str) else parsed
+    # A directory named 2024 is not a number.
+    values[name] = text if _takes_text(root, key) and not isinstance(parsed, str | list) else parsed
 
 
 def _parse_value(text: str) -> Any:
@@ -39,6 +81,10 @@ def sentence(root: type[BaseModel], error: ValidationError) -> str:
     """The first problem as one sentence."""
     problem = error.errors()[0]
     location = [str(part) for part in problem["loc"]]
+    if problem["type"] == "value_error" and not location:
+        return problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden" and isinstance(problem["input"], dict):
+        location += list(problem["input"])[:1]
     key = ".".join(location)
     if problem["type"] == "extra_forbidden":
         return f"unknown key {key}{_hint(root, location)}"
@@ -51,12 +97,19 @@ def sentence(root: type[BaseModel], error: ValidationError) -> str:
 
 
 def _hint(root: type[BaseModel], location: list[str]) -> str:
-    """Where an unknown key may belong: under the same name in another section, else the nearest name in this one."""
+    """The knob an unknown one may mean: of the same name elsewhere, an alias, or the nearest name in its section."""
     *section, name = location
-    same = [known for known in keys(root) if known.split(".")[-1] == name]
-    nearest = difflib.get_close_matches(name, _keys_at(root, section), n=1, cutoff=0.4)
-    found = [*same, *(".".join([*section, match]) for match in nearest)]
+    words = [_plainly(".".join(location)), _plainly(name)]
+    found = [ALIASES[word] for word in words if word in ALIASES]
+    found += [known for known in keys(root) if known.split(".")[-1] == words[1]]
+    if not section or section[0] in root.model_fields:
+        nearest = difflib.get_close_matches(name, _keys_at(root, section), n=1, cutoff=0.4)
+        found += [".".join([*section, match]) for match in nearest]
     return f"; did you mean {found[0]}?" if found else ""
+
+
+def _plainly(key: str) -> str:
+    return key.lower().replace("-", "_").replace(".", "_")
 
 
 def _takes_text(root: type[BaseModel], key: str) -> bool:

@@ -55,7 +55,7 @@ def load_refusal(path: Path, *overrides: str) -> str:
     [
         ({"trainer": {"token_bugdet": 64}}, "unknown key trainer.token_bugdet; did you mean trainer.token_budget?"),
         ({"model": {"init": {"layers": 2}}}, "unknown key model.init.layers; did you mean model.init.num_layers?"),
-        ({"trainr": {"lr": 1.0}}, "unknown key trainr; did you mean trainer?"),
+        ({"trainr": {"lr": 1.0}}, "unknown key trainr.lr; did you mean trainer.lr?"),
         ({"run": {"qqqqq": 1}}, "unknown key run.qqqqq"),
         ({"qqqqq": {}}, "unknown key qqqqq"),
     ],
@@ -145,7 +145,7 @@ def test_a_value_of_another_type_in_a_list_or_for_a_section_is_refused() -> None
         ("sampling.top_p", 1.5, "input should be less than or equal to 1"),
         ("algorithm.clip_eps", 1.5, "input should be less than or equal to 1"),
         ("algorithm.objective", "ppo", "input should be 'decoupled', 'naive', 'cispo', 'sapo' or 'reinforce'"),
-        ("model.dtype", "fp16", "input should be 'float32', 'bfloat16' or 'float16'"),
+        ("model.dtype", "fp8", "input should be 'float32', 'bfloat16' or 'float16'"),
     ],
 )
 def test_a_value_out_of_range_is_refused(key: str, value: Any, why: str) -> None:
@@ -360,6 +360,39 @@ def test_overrides_are_toml_values_or_plain_text(tmp_path: Path) -> None:
     assert config.run.dir == "quoted" and config.model.init.hidden_size == 64
 
 
+def test_an_override_may_be_written_with_a_space_and_names_with_commas_or_as_an_array(tmp_path: Path) -> None:
+    overrides = [
+        "--run.steps",
+        "7",
+        '--engine.device=["cuda:0", "cuda:1"]',
+        "--engine.count",
+        "2",
+        "--model.dtype=bf16",
+    ]
+    config = load(write(tmp_path), overrides)
+    assert config.run.steps == 7 and config.engine.devices == ["cuda:0", "cuda:1"] and config.model.dtype == "bfloat16"
+    assert load(write(tmp_path), ["--engine.device=cuda:0,cuda:1", "--engine.count=2"]).engine == config.engine
+    in_toml = write(tmp_path, LEAST_TOML + '[engine]\ncount = 2\ndevice = ["cuda:0", "cuda:1"]\n')
+    assert load(in_toml).engine == config.engine
+
+
+def test_under_ray_each_rank_reserves_a_gpu_of_its_own() -> None:
+    config = validate(with_values(trainer={"device": "cuda", "ranks": 2}, run={"runtime": "ray"}))
+    assert set(config.trainer.placement.values()) == {"cuda"} and len(config.trainer.placement) == 2
+
+
+def test_defaults_suit_a_fine_tuned_model_and_the_papers_values_are_a_file() -> None:
+    config, paper = validate(with_values()), load(ROOT / "configs" / "paper.toml")
+    assert (config.trainer.lr, config.algorithm.behaviour_cap, config.algorithm.behaviour_cap_mode) == (
+        1e-6,
+        5.0,
+        "mask",
+    )
+    assert (paper.trainer.lr, paper.trainer.batch_groups, paper.rollout.group_size) == (2e-5, 512, 16)
+    assert (paper.trainer.minibatches, paper.algorithm.behaviour_cap, paper.model.dtype) == (4, 0.0, "float16")
+    validate(with_values(algorithm={"objective": "naive"}))
+
+
 @pytest.mark.parametrize("name", ["2024", "1e3", "true", "2024-01-01", "[a]"])
 def test_text_that_looks_like_a_number_stays_text_where_text_is_wanted(tmp_path: Path, name: str) -> None:
     assert load(write(tmp_path), [f"--run.dir={name}"]).run.dir == name
@@ -368,8 +401,13 @@ def test_text_that_looks_like_a_number_stays_text_where_text_is_wanted(tmp_path:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("--steps=3", "override '--steps=3' is not of the form --section.key=value"),
-        ("--run.steps", "override '--run.steps' is not of the form --section.key=value"),
+        ("--steps=3", "override '--steps=3' is not of the form --section.key=value; did you mean run.steps?"),
+        ("--lr=3", "override '--lr=3' is not of the form --section.key=value; did you mean trainer.lr?"),
+        (
+            "--learning-rate=3",
+            "override '--learning-rate=3' is not of the form --section.key=value; did you mean trainer.lr?",
+        ),
+        ("--run.steps", "override '--run.steps' is not of the form --section.key=value; did you mean run.steps?"),
         ("--model.path.x=3", "override '--model.path.x=3': path is not a section"),
     ],
 )
@@ -382,7 +420,9 @@ def test_an_override_of_another_form_is_refused(tmp_path: Path, override: str, s
     [
         ("--run.stepz=3", "unknown key run.stepz; did you mean run.steps?"),
         ("--run.steps=few", 'run.steps = "few" is not possible: input should be a valid integer'),
-        ("--trainr.lr=1", "unknown key trainr; did you mean trainer?"),
+        ("--trainr.lr=1", "unknown key trainr.lr; did you mean trainer.lr?"),
+        ("--optim.lr=1", "unknown key optim.lr; did you mean trainer.lr?"),
+        ("--trainer.learning_rate=1", "unknown key trainer.learning_rate; did you mean trainer.lr?"),
     ],
 )
 def test_an_override_is_checked_like_the_file(tmp_path: Path, override: str, said: str) -> None:

@@ -82,6 +82,7 @@ class Stage:
 def sections(path: str, num_ranks: int, **knobs: Any) -> tuple[ModelSection, TrainerSection, AlgorithmSection]:
     made = []
     knobs = {"path": path, "ranks": num_ranks, "threads": 1} | knobs
+    knobs = {"behaviour_cap": 0.0, "lr": 2e-5} | knobs
     for section in (ModelSection, TrainerSection, AlgorithmSection):
         made.append(section(**{name: knobs.pop(name) for name in list(knobs) if name in section.model_fields}))
     assert not knobs, knobs

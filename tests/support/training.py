@@ -37,8 +37,9 @@ CLIP_EPS = 0.2
 
 
 def make_trainer(path: str, worst_staleness: int | None = None, **knobs: Any) -> Trainer:
-    """A trainer on one thread; knobs of the model, the trainer and the algorithm sections, by name."""
-    sections = []
+    """A trainer on one thread; knobs of the model, the trainer and the algorithm sections, by name. No cap, unless
+    named: what it is compared with has none."""
+    sections, knobs = [], {"behaviour_cap": 0.0, "lr": 2e-5} | knobs
     for section in (ModelSection, TrainerSection, AlgorithmSection):
         mine = {name: knobs.pop(name) for name in list(knobs) if name in section.model_fields}
         sections.append(section(**({"path": path} | mine if section is ModelSection else mine)))

@@ -100,7 +100,7 @@ BAD: list[tuple[str, Breaking, str]] = [
     (
         "unknown section",
         lambda tmp: {"stalenes": {"max_staleness": 3}},
-        "config.toml: unknown key stalenes; did you mean staleness?",
+        "config.toml: unknown key stalenes.max_staleness; did you mean staleness.max_staleness?",
     ),
     (
         "a value of the wrong kind",

@@ -260,7 +260,7 @@ def test_the_effective_sample_size_falls_with_uneven_weights_and_masks() -> None
         return float(metrics["weight_sum"] ** 2 / metrics["weight_square_sum"])
 
     assert size(AlgorithmSection(), 0.0, 0.0, 0.0) == pytest.approx(3)
-    assert size(AlgorithmSection(), 0.0, 0.0, 5.0) < 1.1
+    assert size(AlgorithmSection(behaviour_cap=0.0), 0.0, 0.0, 5.0) < 1.1
     assert size(AlgorithmSection(behaviour_cap=2.0), 0.0, 0.0, 5.0) == pytest.approx(2)
     assert size(AlgorithmSection(objective="naive"), 0.0, 0.0, 5.0) < 1.1
 
