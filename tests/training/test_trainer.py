@@ -293,7 +293,7 @@ def test_metrics_are_per_token_and_count_what_was_trained(tiny_model: str) -> No
 def test_a_trainer_behind_a_runtime_does_what_its_methods_do(tiny_model: str, tmp_path: Path) -> None:
     async def run() -> dict[str, str]:
         runtime = InlineRuntime()
-        sections = ModelSection(path=tiny_model), TrainerSection(), AlgorithmSection(), None
+        sections = ModelSection(path=tiny_model), TrainerSection(lr=2e-5), AlgorithmSection(behaviour_cap=0.0), None
         ranked = RankedTrainer(runtime, *sections, WeightsSection(transport="shared_memory"), tmp_path, 60.0)
         await ranked.start()
         await ranked.train(make_batch())
