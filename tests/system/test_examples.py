@@ -70,3 +70,30 @@ def test_smollm2_model_gives_the_tokenizer_single_digits_back(tmp_path: Path, te
     pieces = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).pre_tokenizer.pre_tokenize_str(text)
     digits = [piece for piece, _ in pieces if any(character.isdigit() for character in piece)]
     assert digits == [character for character in text if character.isdigit()]
+
+
+def test_the_calculator_answers_calls_and_the_worked_examples_say_what_the_rows_say() -> None:
+    calculate, sft_rows, verify = (
+        imports.load(str(ROOT / f"examples/use_calculator.py:{name}")) for name in ("calculate", "sft_rows", "verify")
+    )
+    assert (calculate("[12*34]"), calculate("[12*]")) == ("408", "?")
+    rows = sft_rows()
+    asked = [row for row in rows if row["completion"].startswith("[")]
+    assert 0.1 < len(asked) / len(rows) < 0.3
+    assert all(verify(row, row["completion"]) == 1.0 for row in asked)
+    assert sum(verify(row, row["completion"]) for row in rows) < 1.05 * len(asked)
+
+
+def test_the_programs_of_the_code_example_are_right_with_brackets_and_often_wrong_without() -> None:
+    rows = imports.load(str(ROOT / "examples/write_code.py:train_rows"))()
+    num_right = {"careful": 0, "hurried": 0}
+    for row in rows[::9]:
+        for kind in num_right:
+            space: dict[str, object] = {}
+            exec(row[kind], space)
+            try:
+                exec("\n".join(row["test_list"]), space)
+                num_right[kind] += 1
+            except AssertionError:
+                pass
+    assert num_right["careful"] == len(rows[::9]) > 1.2 * num_right["hurried"] > 0
