@@ -143,7 +143,7 @@ async def run(options: argparse.Namespace, model: Path, console: "Console") -> M
     started = time.perf_counter()
     await engine.open()
     try:
-        facts = engine._host.facts
+        facts = engine._connection.facts
         ready = {"open_s": time.perf_counter() - started, "vllm": facts.version, "spans": facts.has_spans}
         console.print(f"vLLM {facts.version}, spans: {facts.has_spans}, open after {ready['open_s']:.0f} s")
         weights = Weights(model, options.dtype)

@@ -22,8 +22,8 @@ from headway.types import (
 )
 
 KvPolicy = Literal["recompute", "keep", "drain"]
-"""What a swap does about sequences that are under way: compute their keys and values anew, leave those as they are, or
-wait until they have ended, so that every completion is of one version."""
+"""What a swap does to the keys and values of sequences in flight: compute them anew, leave them as they are, or wait
+until the sequences have ended, so that every completion is of one version."""
 
 
 class Engine(Protocol):
@@ -44,7 +44,7 @@ class Engine(Protocol):
         ...
 
     async def stage_weights(self, update: WeightUpdate) -> None:
-        """Receive an update beside the live weights while generation goes on."""
+        """Receive an update into a second set of weights while generation goes on."""
         ...
 
     async def swap(self, version: int, kv: KvPolicy) -> SwapReport:

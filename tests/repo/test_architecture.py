@@ -30,7 +30,7 @@ ROOMS: list[tuple[str, int]] = [
     ("weights", 1300),
     ("tasks", 4000),
     ("monitor", 2900),
-    ("engine", 5300),
+    ("engine", 5270),
     ("training", 3500),
     ("rollout", 3100),
     ("control", 2700),

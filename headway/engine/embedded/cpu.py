@@ -2,7 +2,7 @@
 
 Invariant that lives here:
   5. Interruption is transparent when the weights did not change: in deterministic mode a sequence's arithmetic does not
-     depend on who shares its batch.
+     depend on the rest of its batch.
 """
 
 from collections.abc import Sequence
@@ -48,9 +48,9 @@ class CpuExecutor:
     def prefill(self, chunks: Sequence[tuple[RunningSequence, int]]) -> None:
         # Alone, a chunk's arithmetic depends on nothing but itself; packed, it is faster.
         for batch in [[chunk] for chunk in chunks] if self._deterministic else [chunks]:
-            rows = [live.row for live, _ in batch]
-            starts, lengths = [live.num_cached for live, _ in batch], [length for _, length in batch]
-            tokens = [live.tokens[live.num_cached : live.num_cached + length] for live, length in batch]
+            rows = [sequence.row for sequence, _ in batch]
+            starts, lengths = [sequence.num_cached for sequence, _ in batch], [length for _, length in batch]
+            tokens = [sequence.tokens[sequence.num_cached : sequence.num_cached + length] for sequence, length in batch]
             self._forward(np.concatenate(tokens), rows, starts, lengths)
 
     def _forward(self, tokens: Ints, rows: list[Row], starts: list[int], lengths: list[int]) -> Tensor:
@@ -64,19 +64,19 @@ class CpuExecutor:
         return 1
 
     def decode(self, ready: Sequence[RunningSequence], num_steps: int) -> list[tuple[Ints, Floats]]:
-        order = decode_order([live.row for live in ready])
+        order = decode_order([sequence.row for sequence in ready])
         ordered = [ready[i] for i in order]
-        positions = [live.num_cached for live in ordered]
-        # Padded to a fixed number of rows, matrix products give a row the same result whoever shares the batch.
+        positions = [sequence.num_cached for sequence in ordered]
+        # Padded to a fixed number of rows, matrix products give a row the same result whatever else is in the batch.
         num_rows = self._section.max_num_seqs if self._deterministic else len(ordered)
         padding = [0] * (num_rows - len(ordered))
-        attention = self._decode_attention([live.row for live in ordered], positions)
-        last = [int(live.tokens[position]) for live, position in zip(ordered, positions, strict=True)]
+        attention = self._decode_attention([sequence.row for sequence in ordered], positions)
+        last = [int(sequence.tokens[position]) for sequence, position in zip(ordered, positions, strict=True)]
         hidden = self._decoder.hidden_states(torch.tensor(last + padding), torch.tensor(positions + padding), attention)
         logits = self._decoder.head.logits(hidden)[: len(ordered)]
         draws = uniforms(
-            np.array([live.counter for live in ordered], np.uint64),
-            np.array([live.num_tokens - live.num_prompt for live in ordered], np.uint64),
+            np.array([sequence.counter for sequence in ordered], np.uint64),
+            np.array([sequence.num_tokens - sequence.num_prompt for sequence in ordered], np.uint64),
         )
         tokens, logprobs = (found.numpy() for found in sample(logits, [s.request.sampling for s in ordered], draws))
         place = np.argsort(order)

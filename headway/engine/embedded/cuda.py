@@ -1,7 +1,7 @@
 """The engine's executor on a GPU: decode steps as CUDA graphs over paged keys and values.
 
-Tokens, lengths, random counters and stop flags stay on the device while several steps run; the host looks in between,
-takes what was sampled, and tells the device the next batch. A step is one graph per size of batch. Weights keep their
+Tokens, lengths, random counters and stop flags stay on the device while several steps run; between them the host
+reads what was sampled and uploads the next batch. A step is one graph per size of batch. Weights keep their
 addresses, so graphs outlive swaps. Prefill runs outside graphs, packed, through the same pages.
 
 Shape suffixes: B rows of the batch, T tokens, N chunks, P pages of a row, S steps, V vocabulary.
@@ -195,7 +195,7 @@ class CudaExecutor:
     # Decode
 
     def num_steps(self, num_rows: int) -> int:
-        """A look costs the host time for every row, its rarity a finished row idle steps: many rows, few looks."""
+        """A synchronisation costs host time per row, a long interval idle steps of finished rows."""
         return min(_MAX_STEPS, max(32, num_rows // 16))
 
     def decode(self, ready: Sequence[RunningSequence], num_steps: int) -> list[tuple[Ints, Floats]]:
@@ -309,7 +309,7 @@ def _free_tokens(model: PreTrainedModel, max_context: int, share: float) -> int:
     num_tokens = int(free * share) // per_token
     if num_tokens < 2 * max_context:
         raise ConfigError(
-            f"the GPU has {free / 1e9:.1f} GB left beside the weights, too little for two sequences of {max_context} "
+            f"the GPU has {free / 1e9:.1f} GB left after the weights, too little for two sequences of {max_context} "
             "tokens; lower engine.max_context, or use a smaller model or a larger GPU"
         )
     return num_tokens

@@ -1,4 +1,4 @@
-"""The batch that decodes on a GPU, as tensors that keep their addresses: loaded by the host, moved on by the device.
+"""The batch that decodes on a GPU, as tensors that keep their addresses: loaded by the host, advanced by the device.
 
 Shape suffixes: B rows of the batch, G groups of rows that share a prompt, P pages of a row, S steps, E stop tokens.
 """

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 ALIGN = tl.constexpr(64)
-"""Items are whole multiples of so many tokens, but for the last of a row, so that tiles of keys are full."""
+"""Items are whole multiples of this many tokens, but for the last of a row, so that tiles of keys are full."""
 ONLY_ITEM, FIRST_ITEM = tl.constexpr(1), tl.constexpr(2)
 """Flags of an item: its row has no other; it is its row's first."""
 _PROGRAMS_PER_SM = 4

@@ -1,4 +1,4 @@
-"""The weights the engine runs, the set staged beside them, and the exchange of the two.
+"""The weights the engine runs, the staged set, and the exchange of the two.
 
 Matrices that meet the same input are laid side by side. On a CPU with oneDNN, wide ones are kept in that library's own
 layout: a decode step's products are 1.2 to 2 times as fast, the head's the most. Both copies are made while staging,
@@ -125,7 +125,7 @@ class LiveWeights:
         return self._shadow.staged_version
 
     def stage(self, update: WeightUpdate) -> None:
-        """Receive an update beside the live weights; they are untouched."""
+        """Receive an update into the staged set; the live weights are untouched."""
         # A caller that gave up leaves its transfer running, and two of them would write the same memory.
         if not self._staging.acquire(timeout=_STAGING_S):
             raise DeadlineExceeded(

@@ -1,8 +1,8 @@
 """Key/value memory of the embedded engine on a GPU: pages of 16 tokens, shared between the sequences of a group.
 
 A sequence is a list of pages. Forking a prompt shares its whole pages and copies the one that is partly filled, since
-the two sequences go on in it differently. A page goes back to the pool when nobody holds it any more. All accounting is
-on the host; the device is told by page tables.
+the two sequences go on in it differently. A page returns to the pool when its last holder releases it. All
+accounting is on the host; the device reads page tables.
 """
 
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ class PagedMemory:
         return True
 
     def _take(self, row: Pages, num_pages: int) -> None:
-        """Free pages until the row has so many."""
+        """Take free pages until the row has `num_pages`."""
         wanted = num_pages - row.num_pages
         taken = self._free[self._num_free - wanted : self._num_free]
         self._num_free -= wanted

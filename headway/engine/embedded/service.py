@@ -2,8 +2,8 @@
 
 It runs the parameters of the transformers module the trainer trains. This file is the service: it takes requests at
 any time, steps the core on the compute thread, and hands each request its own chunks while the next step runs. Between
-two steps is where the core is given new requests, weights are swapped and probes are scored. Receiving weights happens
-beside running generation, on a thread of its own.
+two steps is where the core is given new requests, weights are swapped and probes are scored. Weights are received
+concurrently with generation, on a thread of its own.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from headway.engine.embedded.scheduler import Output
 
 KEY_WAIT_S = 2.0
-_LOOK_S = 0.002
+_POLL_S = 0.002
 _NOT_OPEN = "the engine is not open, or was closed while requests were being generated"
 
 
@@ -83,9 +83,9 @@ class EmbeddedEngine:
                 self._deliver(await offload(self._core.step))
 
     def _take_in(self) -> None:
-        """Give the core what has arrived; a request that it refuses is told so. Between steps only."""
+        """Give the core the requests that arrived; a refused one fails its own stream. Between steps only."""
         for name, request in self._arrived.items():
-            # Whatever is wrong with a request is its own trouble.
+            # An error at submission concerns that request alone.
             try:
                 self._core.submit(request)
             except Exception as error:
@@ -103,7 +103,7 @@ class EmbeddedEngine:
                 stream.put(item)
 
     def _fail_streams(self, loop: asyncio.Task[None]) -> None:
-        """Generation ended: why, for every request, instead of silence."""
+        """Generation ended: fail every request with the cause."""
         error = None if loop.cancelled() else loop.exception()
         for stream in self._streams.values():
             stream.set_exception(error or WorkerDied(_NOT_OPEN))
@@ -122,7 +122,7 @@ class EmbeddedEngine:
         finished = False
         try:
             self._check_alive()
-            # Left here, not brought to the core after the step under way: a thousand that wait would hold up the next.
+            # Taken in between steps, not one by one after the running step: a thousand would delay the next.
             self._arrived[name] = request
             if not self._between_steps.locked():
                 self._take_in()
@@ -139,12 +139,12 @@ class EmbeddedEngine:
             del self._streams[name]
 
     async def _await_key(self, name: str) -> None:
-        """Whoever used the key before may have died, and its request is being dropped; a living one keeps its key."""
+        """Wait for a cancelled request of the same key to be dropped; a running one refuses this request."""
         deadline = time.monotonic() + KEY_WAIT_S
         while name in self._streams:
             if time.monotonic() > deadline:
                 raise RequestRefused(f"request {name} is already being generated; give each call a key of its own")
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     async def abort(self, key: RequestKey) -> None:
         async with self._between_steps:
@@ -169,13 +169,13 @@ class EmbeddedEngine:
         return report
 
     async def _drain(self) -> None:
-        """Return once every sequence that was under way has ended; new ones wait for the swap."""
+        """Return once every sequence in flight has ended; new ones wait for the swap."""
         async with self._between_steps:
             self._core.drain()
         self._wake.set()
         while not self._core.is_idle:
             self._check_alive()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     async def stats(self) -> EngineStats:
         known = self._core.stats()

@@ -27,7 +27,7 @@ SLAB_TOKENS = 2048
 
 @dataclass(eq=False)
 class Row:
-    """Where one sequence's keys and values lie. The memory moves rows; whoever holds one sees it move."""
+    """Where one sequence's keys and values lie. The memory moves rows and updates this object."""
 
     size_class: int
     slab: int
@@ -121,7 +121,7 @@ class KvMemory:
         if larger is None:
             return False
         self.copy(row, larger, old_capacity)
-        # Whoever holds `row` keeps holding it: the two exchange places, and the old place is freed.
+        # `row` stays its holder's object: the two exchange places, and the old place is freed.
         self._classes[larger.size_class].rows[self._position(larger)] = row
         self._classes[row.size_class].rows[self._position(row)] = larger
         old_place = row.size_class, row.slab, row.index

@@ -1,6 +1,6 @@
 """One vLLM server over HTTP: every call has a deadline, and what goes wrong is one sentence.
 
-Invariant that lives here:
+Invariant that sequences here:
  15. Bounded waits: a call that is not answered in time, and a stream that brings nothing for as long, fail by name.
 """
 
@@ -14,11 +14,11 @@ from typing import Any
 import aiohttp
 
 from headway.engine.vllm import messages
-from headway.engine.vllm.messages import Message, Part, ServerFailed
+from headway.engine.vllm.messages import Message, ServerFailed, StreamPart
 from headway.errors import ConfigError, DeadlineExceeded, RequestRefused
 
-LOOK_S = 30.0
-"""For answers a server has at hand: its health, its metrics, its settings."""
+QUICK_S = 30.0
+"""Deadline of requests that a server answers at once: health, metrics, settings."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Client:
     def __init__(self, address: str, deadline_s: float):
         self.name = f"the vLLM server at {address}" if address.startswith("http") else "the vLLM server"
         self._deadline_s = deadline_s
-        # No limit here on connections: how many requests are under way is the engine's business. And none is used
+        # No limit here on connections: the engine limits the requests in flight. And none is used
         # twice: vLLM closes one that is idle for 5 s, perhaps at the moment in which the next request is sent on it.
         connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0, force_close=True)
         if not address.startswith("http"):
@@ -57,7 +57,7 @@ class Client:
 
     async def get(self, path: str, params: dict[str, str] | None = None) -> tuple[int, str]:
         """Status and body of what a server has at hand."""
-        async with self._asked("GET", path, LOOK_S, params=params) as response:
+        async with self._asked("GET", path, QUICK_S, params=params) as response:
             return response.status, await response.text()
 
     async def post(self, path: str, body: Message | None = None, params: dict[str, str] | None = None) -> Any:
@@ -65,14 +65,14 @@ class Client:
         async with self._asked("POST", path, self._deadline_s, params=params, json=body) as response:
             return await self._json(path, response)
 
-    async def stream(self, path: str, body: Message) -> AsyncGenerator[Part, None]:
+    async def stream(self, path: str, body: Message) -> AsyncGenerator[StreamPart, None]:
         """The parts of a generation, as they come; the last has a `finish`."""
         async with self._asked("POST", path, self._deadline_s, is_stream=True, json=body) as response:
             if response.status != 200:
                 await self._json(path, response)
             finished = False
             async for message in _events(response.content):
-                part = messages.part_of(message)
+                part = messages.stream_part(message)
                 if part is not None:
                     finished = bool(part.finish)
                     yield part
@@ -95,7 +95,7 @@ class Client:
         self, method: str, path: str, seconds: float, is_stream: bool = False, **kwargs: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A stream may last; then the deadline is for each piece of it."""
-        timeout = aiohttp.ClientTimeout(total=None if is_stream else seconds, sock_read=seconds, sock_connect=LOOK_S)
+        timeout = aiohttp.ClientTimeout(total=None if is_stream else seconds, sock_read=seconds, sock_connect=QUICK_S)
         # The errors of a foreign library become ours here.
         try:
             async with self._session.request(method, path, timeout=timeout, **kwargs) as response:
@@ -114,9 +114,9 @@ class Client:
             raise ConfigError(
                 f"{self.name} has no endpoints for weights; start it with VLLM_SERVER_DEV_MODE=1 in its environment"
             )
-        settings = (await self._look("/server_info", {"config_format": "json"}))["vllm_config"]
+        settings = (await self._ask_json("/server_info", {"config_format": "json"}))["vllm_config"]
         model, cache = settings["model_config"], settings["cache_config"]
-        served = (await self._look("/v1/models"))["data"][0]
+        served = (await self._ask_json("/v1/models"))["data"][0]
         return Facts(
             version=version,
             model=served["id"],
@@ -127,7 +127,7 @@ class Client:
         )
 
     async def _version(self) -> str:
-        what = f"{self.name} is none that answers as vLLM does; check engine.urls"
+        what = f"{self.name} does not look like a vLLM server; check engine.urls"
         # Whatever listens there, if anything does, may answer anything.
         try:
             status, text = await self.get("/version")
@@ -139,12 +139,12 @@ class Client:
         return version
 
     async def _has_spans(self) -> bool:
-        """Whether it stamps tokens with the version of the weights, and can be told that version."""
+        """Whether it stamps tokens with the version of the weights, and takes that version."""
         # Asked of its own listing: an endpoint that is switched off is there all the same, and refuses every call.
-        listed: Message = (await self._look("/openapi.json"))["paths"]
+        listed: Message = (await self._ask_json("/openapi.json"))["paths"]
         return {messages.GENERATE, "/update_weight_version"} <= listed.keys()
 
-    async def _look(self, path: str, params: dict[str, str] | None = None) -> Any:
+    async def _ask_json(self, path: str, params: dict[str, str] | None = None) -> Any:
         status, text = await self.get(path, params)
         if status != 200:
             said = messages.text_error(text)
@@ -177,7 +177,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[Message]:
             yield message
 
 
-async def until_healthy(client: Client, seconds: float, look_s: float = 0.2) -> None:
+async def until_healthy(client: Client, seconds: float, poll_s: float = 0.2) -> None:
     """Wait for a server that is starting."""
     async with asyncio.timeout(seconds):
         while True:
@@ -186,4 +186,4 @@ async def until_healthy(client: Client, seconds: float, look_s: float = 0.2) -> 
                     return
             except ServerFailed:
                 pass  # not listening yet
-            await asyncio.sleep(look_s)
+            await asyncio.sleep(poll_s)

@@ -1,6 +1,6 @@
-"""A vLLM server at hand: started here or found at a URL, checked before it is used, watched while it is.
+"""The connection to a vLLM server, started here or found at a URL: checked before use, watched until it is closed.
 
-Invariant that lives here:
+Invariant that sequences here:
  11. Verified weight sync at every load: what is served when the engine opens scores a probe as transformers does.
 """
 
@@ -14,7 +14,7 @@ from headway.config import EngineSection
 from headway.engine.vllm import messages
 from headway.engine.vllm.client import Client, Facts, until_healthy
 from headway.engine.vllm.messages import Message, ServerFailed
-from headway.engine.vllm.model_copy import ServedModel, WeightFiles
+from headway.engine.vllm.model_copy import ModelCopyFiles, ServedModel
 from headway.engine.vllm.process import SCALE_OUT, Server, arguments, check_interpreter
 from headway.errors import ConfigError, DeadlineExceeded, HeadwayError, RequestRefused, WorkerDied
 from headway.types import Floats, Ints
@@ -24,7 +24,7 @@ _HEALTH_EVERY_S = 2.0
 _EXIT_S = 2.0  # a server that failed a call waits this long for the operating system to say how it ended
 
 
-class Host:
+class ServerConnection:
     client: Client
     facts: Facts
     served: ServedModel
@@ -35,18 +35,18 @@ class Host:
     ):
         self._path, self._dtype, self._section, self._url = model_path, dtype, section, url
         self._mode, self._deadline_s = logprobs_mode, deadline_s
-        self.files = WeightFiles(section.weights_dir)
+        self.files = ModelCopyFiles(section.weights_dir)
         self.failure: HeadwayError | None = None
         self._server: Server | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self, kv_share: float, on_failure: Callable[[HeadwayError], None]) -> None:
-        """Connect and check; from then on `on_failure` is told, once, when the server is lost."""
+        """Connect and check; from then on `on_failure` is called, once, when the server is lost."""
         try:
             await self._connect(kv_share)
             await self._check()
         except ServerFailed as error:
-            raise await self.obituary(error) from error
+            raise await self.exit_error(error) from error
         if self._server is not None:
             self._server.forget()
         self._watching = asyncio.create_task(self._watch(on_failure))
@@ -120,7 +120,7 @@ class Host:
             )
 
     async def _load_served(self) -> None:
-        """A server may hold what another run left in it; one with another vocabulary or other sizes cannot load it."""
+        """A server may hold the weights of another run; one with another vocabulary or other sizes cannot load it."""
         try:
             await self.load(str(self.files.served))
         except ServerFailed as error:
@@ -142,14 +142,14 @@ class Host:
     # Watching
 
     async def _watch(self, on_failure: Callable[[HeadwayError], None]) -> None:
-        """Waits for the server to end or to be ill; produces the end of everything that waits for it."""
+        """Waits for the server to end or to fail a health check; produces the error of every request in flight."""
         if self._server is not None:
             self.failure = WorkerDied(str(await asyncio.shield(self._server.ended)))
         else:
-            self.failure = await self._until_ill()
+            self.failure = await self._until_unhealthy()
         on_failure(self.failure)
 
-    async def _until_ill(self) -> HeadwayError:
+    async def _until_unhealthy(self) -> HeadwayError:
         while True:
             await asyncio.sleep(_HEALTH_EVERY_S)
             try:
@@ -164,8 +164,8 @@ class Host:
         if self.failure is not None:
             raise type(self.failure)(str(self.failure))
 
-    async def obituary(self, error: ServerFailed) -> HeadwayError:
-        """A call failed: if the server has ended, how; else what the call said."""
+    async def exit_error(self, error: ServerFailed) -> HeadwayError:
+        """The error of a failed call: how the server ended, if it has, else what the call answered."""
         if self._server is None:
             return WorkerDied(f"{self.client.name} failed: {error}")
         await asyncio.wait({self._server.ended}, timeout=_EXIT_S)
@@ -177,12 +177,12 @@ class Host:
     # Calls
 
     async def ask(self, path: str, body: Message | None = None, params: dict[str, str] | None = None) -> Any:
-        """A call that must succeed: that it did not is told as the end of the server, if it was that."""
+        """A call that must succeed; its failure is reported as the end of the server, if it was that."""
         self.check_alive()
         try:
             return await self.client.post(path, body, params)
         except ServerFailed as error:
-            raise await self.obituary(error) from error
+            raise await self.exit_error(error) from error
 
     async def load(self, weights: str) -> None:
         await self.client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": weights}})

@@ -1,4 +1,4 @@
-"""What is said to a vLLM server and what it answers, as plain values: no sockets here.
+"""Requests to a vLLM server and its answers, as plain values: no sockets here.
 
 Two endpoints can generate. `/inference/v1/generate` is token in, token out, and its last chunk says which weights
 sampled which tokens (spans); it exists with `--enable-scale-out`. `/v1/completions` is on every server and knows
@@ -39,7 +39,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Part:
+class StreamPart:
     """What one chunk of a stream brings. `finish` is the server's word for why it ended, or empty."""
 
     tokens: list[int]
@@ -61,7 +61,7 @@ class Submission:
 
 
 def seed_of(request: Request, position: int) -> int:
-    """A seed for the tokens from `position` on: the same for the same request, whoever serves it."""
+    """A seed for the tokens from `position` on: the same for the same request, whichever engine serves it."""
     return xxhash.xxh3_64_intdigest(f"{request.seed}/{request.key}/{position}".encode()) >> 1
 
 
@@ -124,7 +124,7 @@ def abort_body(name: str) -> Message:
     return {"request_ids": [_NAME_PREFIX + name]}
 
 
-def part_of(message: Message) -> Part | None:
+def stream_part(message: Message) -> StreamPart | None:
     """One event of either endpoint's stream; None for those that carry no tokens, such as usage."""
     if "error" in message:
         raise ServerFailed(error_in(message))
@@ -132,7 +132,7 @@ def part_of(message: Message) -> Part | None:
         return None
     choice = message["choices"][0]
     tokens = choice.get("token_ids") or []
-    return Part(tokens, _logprobs(choice.get("logprobs")), choice.get("finish_reason") or "", _spans(choice))
+    return StreamPart(tokens, _logprobs(choice.get("logprobs")), choice.get("finish_reason") or "", _spans(choice))
 
 
 def _logprobs(found: Message | None) -> list[float]:

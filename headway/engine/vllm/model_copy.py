@@ -1,6 +1,6 @@
 """Weights as files for vLLM: the model directory a server is started on, and each update as one safetensors file.
 
-vLLM 0.32 does not reload a head that is tied to the embeddings and not in the file: it silently keeps the old one. So
+vLLM 0.32 does not reload a head that is tied to the embeddings and not in the file: the old one silently stays. So
 what is served is a copy of the model with a head of its own, and every update brings that head, tied or not in the
 trainer.
 
@@ -90,8 +90,8 @@ def _write(directory: Path, tensors: "dict[str, Tensor]") -> None:
     save_file(plain, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-class WeightFiles:
-    """A directory that this process writes and a server reads: the served copy, and updates beside it."""
+class ModelCopyFiles:
+    """A directory that this process writes and a server reads: the served copy, and updates."""
 
     def __init__(self, parent: str):
         try:
@@ -111,7 +111,7 @@ class WeightFiles:
         return model
 
     def stage(self, update: WeightUpdate) -> None:
-        """Write an update beside what is loaded, its bytes checked against what was published."""
+        """Write an update next to the loaded one, its bytes checked against what was published."""
         from headway.weights.receive import open_whole
 
         if update.kind != "full":
@@ -129,7 +129,7 @@ class WeightFiles:
         return self.root / f"version-{version}"
 
     def loaded(self, version: int) -> None:
-        """The staged version is live: what was loaded before it is not needed any more."""
+        """The staged version is sequence: what was loaded before it is not needed any more."""
         path = self.path_of(version)
         if self._loaded is not None and self._loaded != path:
             shutil.rmtree(self._loaded, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Starts a vLLM server and watches it: its own interpreter, a socket nobody else can reach, an end that leaves nothing.
+"""Starts a vLLM server and watches it: its own interpreter, a private socket, no process left behind.
 
 The server listens on a Unix-domain socket in a private directory, because the endpoints that load weights ask nobody
 for a password. A guardian (headway/runtime/guardian.py) stands between: it ends the server and all its processes when
@@ -84,7 +84,7 @@ def _clean_environment() -> dict[str, str]:
 
 
 def environment(device: str, scratch: str) -> dict[str, str]:
-    """What the server's processes see beside what we do."""
+    """The environment of the server's processes."""
     values = _clean_environment()
     values |= {
         "VLLM_SERVER_DEV_MODE": "1",  # without it there are no endpoints for weights
@@ -105,7 +105,7 @@ def environment(device: str, scratch: str) -> dict[str, str]:
 
 
 class Server:
-    """A vLLM server of our own; its output goes where ours does, and its last words are kept."""
+    """A vLLM server of our own; its output goes to our stderr, and the last lines are stored for error messages."""
 
     def __init__(self, process: asyncio.subprocess.Process, socket: str) -> None:
         self.socket = socket

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 
 from headway.engine.completion import DecodeText, PartialCompletion
-from headway.engine.vllm.messages import Part, ServerFailed, Span, Submission, seed_of
+from headway.engine.vllm.messages import ServerFailed, Span, StreamPart, Submission, seed_of
 from headway.errors import InvariantBroken
 from headway.types import NOT_SAMPLED, Chunk, Completion, Request, StopReason
 
@@ -49,7 +49,7 @@ class ServedSequence(PartialCompletion):
     # Submissions
 
     def submit(self, version: int, salt: str) -> Submission:
-        """The call for what is still missing, begun while the weights of `version` are live."""
+        """The call for what is still missing, begun while the weights of `version` are sequence."""
         self._start, self._version = self.num_tokens, version
         self._num_submissions += 1
         self._is_interrupted = False
@@ -64,14 +64,14 @@ class ServedSequence(PartialCompletion):
         return self.submission
 
     def interrupt(self) -> None:
-        """The server is about to be told to abort the present submission; the next goes on from there."""
+        """The server is about to abort the present submission; the next goes on from there."""
         self._is_interrupted = True
 
-    def blur(self) -> None:
+    def forget_version(self) -> None:
         """A swap begins: from here on, only the server knows which weights sample this submission's tokens."""
         self._version = _UNKNOWN
 
-    def take(self, part: Part) -> int:
+    def take(self, part: StreamPart) -> int:
         """Add what came; how many tokens that were. Beyond a stop nothing is added."""
         if len(part.tokens) != len(part.logprobs):
             raise ServerFailed(f"{len(part.tokens)} tokens came with {len(part.logprobs)} log-probs")
@@ -107,7 +107,7 @@ class ServedSequence(PartialCompletion):
             raise InvariantBroken(f"a token of version {other[0]} was sampled by {span.version}, the server says")
         stamped[:] = span.version
 
-    # What its caller is told
+    # Output
 
     async def items(self) -> AsyncIterator[Chunk | Completion]:
         while True:
@@ -171,7 +171,7 @@ class Slots:
             self._waiting.pop(0)[2].set_result(None)
 
     async def opened(self) -> None:
-        while not self._open.is_set():  # it may be shut again before whoever waited comes to run
+        while not self._open.is_set():  # it may be shut again before this task runs
             await self._open.wait()
 
     def shut(self) -> None:

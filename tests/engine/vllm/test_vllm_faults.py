@@ -32,7 +32,7 @@ def test_an_engine_core_that_dies_fails_every_request_with_its_words(tiny_model:
             for one in watched:
                 with pytest.raises(WorkerDied, match=r"the vLLM server at http.* failed: EngineCore encountered"):
                     await one.task
-            await until(lambda: engine._host.failure is not None)
+            await until(lambda: engine._connection.failure is not None)
             with pytest.raises(WorkerDied, match="says that its engine is dead"):
                 await engine.stats()
 
@@ -126,7 +126,7 @@ def test_what_is_no_vllm_server_is_refused_in_one_sentence(tiny_model: str) -> N
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         try:
             section = EngineSection(kind="vllm", urls=url)
-            with pytest.raises(ConfigError, match=r"is none that answers as vLLM does; check engine\.urls") as error:
+            with pytest.raises(ConfigError, match=r"does not look like a vLLM server; check engine\.urls") as error:
                 await VllmEngine(tiny_model, "float32", section, url, PROCESSED, 5.0).open()
             assert url in str(error.value) and "\n" not in str(error.value)
         finally:
@@ -139,5 +139,5 @@ def test_what_is_no_vllm_server_is_refused_in_one_sentence(tiny_model: str) -> N
 def test_an_address_where_nobody_listens_is_refused_in_one_sentence(tiny_model: str) -> None:
     section = EngineSection(kind="vllm", urls="http://127.0.0.1:9")
     engine = VllmEngine(tiny_model, "float32", section, "http://127.0.0.1:9", PROCESSED, 5.0)
-    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9 is none that answers as vLLM does; check engine\.urls"):
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9 does not look like a vLLM server; check engine\.urls"):
         run(engine.open())

@@ -136,7 +136,7 @@ def test_weights_are_staged_in_order_and_only_what_was_staged_is_swapped_in(tiny
             damaged = dataclasses.replace(damaged, tensors=(*damaged.tensors[:3], wrong, *damaged.tensors[4:]))
             with pytest.raises(WeightMismatch, match=f"{wrong.name} arrived with another checksum"):
                 await engine.stage_weights(damaged)
-            files = engine._host.files
+            files = engine._connection.files
             kept = {path.name for path in files.root.iterdir()}
             assert kept == {"served", "version-1"} and files.root.stat().st_mode & 0o077 == 0
             await updates.swap(engine, "recompute")

@@ -106,7 +106,7 @@ def test_a_killed_server_is_noticed_at_once_and_leaves_nothing_behind(model: str
             assert all(isinstance(result, WorkerDied) for result in results), results
             with pytest.raises(HeadwayError, match="the vLLM server"):
                 await engine.stats()
-            await asyncio.wait({engine._host._watching}, timeout=20)
+            await asyncio.wait({engine._connection._watching}, timeout=20)
             for call in (engine.stats(), engine.score((prompt(5),), 1.0), complete(engine, make_request(prompt(5)))):
                 with pytest.raises(WorkerDied, match=r"the vLLM server ended .signal 9."):
                     await call

@@ -101,7 +101,7 @@ def test_a_server_that_ends_before_it_is_ready_is_told_with_its_first_error(tmp_
         "the vLLM server ended (exit code 1); it said: ValueError: no memory for keys and values; it was not ready "
         "yet: check engine.vllm_args and the log"
     )
-    assert not engine._host.files.root.exists()
+    assert not engine._connection.files.root.exists()
 
 
 def test_a_version_without_spans_is_refused_before_a_server_starts(tmp_path: Path, tiny_model: str) -> None:
