@@ -52,7 +52,7 @@ def code_calls(number: int) -> list[tuple[Message, str]]:
     return [(CODE_ROW, f"```python\n{program}```") for program in programs]
 
 
-HANGING = {
+HANGING: dict[str, tuple[Message, str]] = {
     "math_answer": ({"answer": "x + \\sqrt{3}"}, "\\boxed{(x+y+z)^{300}}"),
     "code": (CODE_ROW, "import time\ndef digits(n): time.sleep(600)"),
 }

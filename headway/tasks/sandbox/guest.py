@@ -12,16 +12,19 @@ Invariant that lives here:
 Standard library only, and of that only what is quick to load.
 """
 
-import contextlib
+from __future__ import annotations
+
 import os
 import sys
 import types
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NoReturn
 
 from headway.tasks.sandbox.seccomp import install
 from headway.tasks.sandbox.wire import Peer, Remote, WireError, decode, encode, receive, send
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # as a name alone: the module typing takes longer to load than all that is used here
+    from collections.abc import Callable
+    from typing import Any, NoReturn
 
 _MODULE = "solution"
 _ERROR_BYTES = 4000
@@ -77,9 +80,9 @@ def _confine(job: dict[str, Any]) -> None:
 
 
 def _tests(control: int, job: dict[str, Any]) -> dict[str, Any]:
-    import socket
+    import _socket  # not socket, which loads much that is not needed here
 
-    ours, theirs = socket.socketpair()
+    ours, theirs = _socket.socketpair()
     if os.fork() == 0:
         os.close(control)
         ours.close()
@@ -121,7 +124,7 @@ def _judge(peer: Peer, scope: dict[str, Any], tests: dict[str, Any]) -> dict[str
     except BaseException as error:
         return _report(0, len(tests["asserts"]), _sentence(error, "setup"))
     for source in tests["asserts"]:
-        steps.append(partial(exec, compile(source, "tests.py", "exec"), scope))
+        steps.append(_step(compile(source, "tests.py", "exec"), scope))
     if tests["suite"]:
         try:
             exec(compile(tests["suite"], "tests.py", "exec"), scope)
@@ -139,6 +142,10 @@ def _judge(peer: Peer, scope: dict[str, Any], tests: dict[str, Any]) -> dict[str
     if peer.broken:
         return _report(min(passed, len(steps) - 1), len(steps), failure or "the program ended during its tests")
     return _report(passed, len(steps), failure)
+
+
+def _step(code: types.CodeType, scope: dict[str, Any]) -> Callable[[], Any]:
+    return lambda: exec(code, scope)
 
 
 def _steps_of_suite(scope: dict[str, Any], entry_point: str) -> list[Callable[[], Any]]:
@@ -285,8 +292,10 @@ def _run(control: int, job: dict[str, Any], given: bytes) -> dict[str, Any]:
     output, errors, too_long = _exchange(child, given, pipes, job["limits"]["output_kb"] << 10)
     _, status = os.waitpid(child, 0)
     for index, (reading, writing) in enumerate(pipes):
-        with contextlib.suppress(OSError):
+        try:
             os.close(writing if index == 0 else reading)
+        except OSError:  # the input is closed already where all of it was read
+            continue
     if gone:
         return {"refused": gone.decode(errors="replace")}
     code = os.waitstatus_to_exitcode(status)

@@ -6,10 +6,11 @@ subsystems no program of a task needs. Numbers the kernel added after this table
 (ENOSYS), so that a new system call is refused until someone has read what it does.
 """
 
+from __future__ import annotations
+
 import errno
 import os
 import struct
-from typing import NamedTuple
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -52,15 +53,12 @@ _REFUSED = """
 """Name, number on x86_64, number on aarch64."""
 
 
-class _Machine(NamedTuple):
-    """What differs between processors."""
+class _Machine:
+    """What differs between processors; `alien` is where the numbers of another calling convention (x32) begin."""
 
-    audit: int
-    column: int
-    clone: int
-    prlimit: int
-    openat: int
-    alien: int | None  # numbers from here on are another calling convention (x32)
+    def __init__(self, audit: int, column: int, clone: int, prlimit: int, openat: int, alien: int | None) -> None:
+        self.audit, self.column, self.alien = audit, column, alien
+        self.clone, self.prlimit, self.openat = clone, prlimit, openat
 
 
 _MACHINES = {

@@ -8,11 +8,16 @@ so that a class whose `__eq__` always says yes gains nothing by it.
 Part of the program inside the sandbox: standard library only, and of that only what is quick to load.
 """
 
+from __future__ import annotations
+
 import builtins
 import os
 import struct
-from collections.abc import Callable
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # as a name alone: the module typing takes longer to load than all that is used here
+    from collections.abc import Callable
+    from typing import Any
 
 LONGEST = 16 << 20
 _SIZE = struct.Struct(">I")
@@ -207,7 +212,7 @@ class Remote:
 
     __slots__ = ("_number", "_peer")
 
-    def __init__(self, peer: "Peer", number: int) -> None:
+    def __init__(self, peer: Peer, number: int) -> None:
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_number", number)
 
