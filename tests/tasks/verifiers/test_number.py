@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from headway.tasks.verifiers import needs_of, verifier
+from headway.tasks.verifiers import check_row, needs_of, verifier
 from headway.tasks.verifiers.number import verify
 
 
@@ -154,3 +154,65 @@ def test_a_million_digits_are_compared_exactly() -> None:
     assert score(digits, f"it is {digits}") == 1.0
     assert score(digits, f"it is {digits[:-1]}8") == 0.0
     assert score(1, f"{digits}/{digits}") == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *[
+            "18\\sqrt2",
+            "18^2",
+            "\\sqrt{18}",
+            "\\boxed{18\\sqrt2}",
+            "\\boxed{18^2}",
+            "it is $18\\sqrt{2}$",
+            "#### \\sqrt{18}",
+        ],
+        *[
+            "\\boxed{(18,2)}",
+            "the point (3, 18)",
+            "18x",
+            "$18\\pi$",
+            "\\boxed{18,19}",
+            "\\boxed{18!}",
+            "x^{18}",
+            "\\log_{18}",
+        ],
+    ],
+)
+def test_a_number_inside_an_expression_is_not_the_answer(text: str) -> None:
+    assert score(18, text) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("4/3", "\\boxed{\\frac43}"),
+        ("4/3", "it is \\dfrac 43"),
+        (10080, "\\boxed{10,\\!080}"),
+        (10080, "10{,}080"),
+        (-5, "\\boxed{- 5}"),
+        (-5, "x = - 5"),
+        (5, "10 - 5"),
+        (18, "\\boxed{18 \\text{ units}^2}"),
+        (18, "\\boxed{\\$18}"),
+        (18, "\\boxed{18^{\\circ}}"),
+        (18, "\\boxed{x = 18}"),
+    ],
+)
+def test_a_number_is_read_in_the_forms_of_latex(answer: Any, text: str) -> None:
+    assert score(answer, text) == 1.0
+
+
+@pytest.mark.parametrize(
+    "answer", ["(3,-1)", "3\\sqrt{13}", "18^2", "x+1", "\\text{even}", "1,2,3", "[2,3]", "2\\frac12", "6_8"]
+)
+def test_a_row_whose_answer_is_no_plain_number_is_refused_at_start(answer: Any) -> None:
+    assert "no plain number" in check_row(verify, {"answer": answer})
+
+
+@pytest.mark.parametrize(
+    "answer", ["42", "$1,234", "42 dollars", "\\frac43", "-3", "50\\%", "90^\\circ", "2\n#### 12", 3, 2.5]
+)
+def test_a_row_whose_answer_is_a_plain_number_is_not(answer: Any) -> None:
+    assert check_row(verify, {"answer": answer}) == ""
