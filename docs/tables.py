@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "scaling", "survival", "vllm")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "scaling", "survival", "verifiers", "vllm")),
 )
 _TABLE = re.compile(r"(<!-- table: (\w+)(?: of (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -325,6 +325,45 @@ def _met(yes: bool) -> str:
     return "" if yes else "missed"
 
 
+def verifiers(record: Record) -> str:
+    rows = []
+    for name in ("math_answer", "code"):
+        found = record["figures"][name]
+        used = found["processor_ms_per_verdict"]
+        speeds = [f"{found[key]:.1f}" for key in ("verdicts_per_s", "median_ms", "p99_ms")]
+        free = [f"{used:.1f}", f"{2000 / used:.0f}"] if used else ["", ""]
+        rows.append([name, *speeds, *free, f"{found['hanging_text']['seconds']:.1f}"])
+    mbpp, load = record["figures"]["mbpp"], record["hardware"]["load_average"][0]
+    headings = [
+        "verifier",
+        "verdicts/s",
+        "median ms",
+        "p99 ms",
+        "processor ms a verdict",
+        "2 free cores could",
+        "a hang, s",
+    ]
+    solutions = (
+        f"Of MBPP's {mbpp['solutions']} reference solutions {mbpp['passed']} pass, and {mbpp['negated_failed']} fail "
+        f"with their first assert negated. The load average was {load:g} on {record['hardware']['cores']} cores: other "
+        "work took most of them, so the rates are what was left, and the last rate is what processor time allows."
+    )
+    return table(headings, rows) + f"\n\n{solutions}\n\n{source(record)}"
+
+
+def verifiers_math(record: Record) -> str:
+    rows = []
+    for name, found in record["figures"]["math"].items():
+        for kind, count in found["questions"].items():
+            asked = count["asked"]
+            shares = [f"{count[key]} ({count[key] / asked:.2%})" for key in ("headway_wrong", "math_verify_wrong")]
+            rows.append([name, kind, str(asked), *shares])
+        still = found.get("still_wrong")
+        if still is not None:
+            rows.append([name, "the wrong ones, asked again after the last fixes", "", str(len(still)), ""])
+    return table(["split", "written as", "asked", "Headway wrong", "math-verify wrong"], rows) + f"\n\n{source(record)}"
+
+
 OF_SEVERAL: dict[str, Callable[[], str]] = {"goals": goals, "real_runs": real_runs}
 RENDERERS: dict[str, Callable[[Record], str]] = {
     "engine": engine,
@@ -343,6 +382,8 @@ RENDERERS: dict[str, Callable[[Record], str]] = {
     "profile_gpu": profile_gpu,
     "parity": parity,
     "real_run": real_run,
+    "verifiers": verifiers,
+    "verifiers_math": verifiers_math,
 }
 
 
