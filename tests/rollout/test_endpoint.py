@@ -324,6 +324,7 @@ def test_an_agents_calls_become_sequences_that_share_what_they_share(
     recorded = [float(value) for part in sampled for value in part]
     assert recorded == pytest.approx([-n / 100 for n in range(engine.num_sampled)]), "as the engine sampled them"
     assert all((s.versions[s.loss_mask == 1] != NOT_SAMPLED).all() for s in trajectory.sequences)
+    assert trajectory.num_sampled == engine.num_sampled, "what branches share is counted once"
 
 
 def test_rewards_over_http_stand_where_they_were_given(run_agent: Callable[[str], tuple[Group, Scripted]]) -> None:

@@ -124,11 +124,11 @@ class EpisodeSession:
             growing = Growing.begin(np.empty(0, np.int32))
             for node in _path_to(leaf):
                 growing = growing.with_text(node.between)
-                grown = growing.with_completion(node.completion)
-                if id(node) in places:
-                    grown.loss_mask[len(growing.tokens) :] = 0
-                places.setdefault(id(node), (len(sequences), max(0, len(grown.tokens) - 1)))
-                growing = grown
+                if id(node) in places:  # sampled, trained and counted in an earlier sequence; here it is context
+                    growing = growing.with_text(node.completion.tokens)
+                    continue
+                growing = growing.with_completion(node.completion)
+                places[id(node)] = len(sequences), max(0, len(growing.tokens) - 1)
             sequences.append(growing.sequence())
         rewards = tuple(Reward(*places[id(node)], value) for node, value in self._rewards)
         stops = tuple(node.completion.stop for node in self._nodes)

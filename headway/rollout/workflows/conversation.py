@@ -53,10 +53,6 @@ class Growing:
         ones = np.ones(len(completion.tokens), np.float32)
         return self._join(completion.tokens, ones, completion.logprobs, completion.versions)
 
-    def untrained(self) -> "Growing":
-        """The same tokens, of which none is trained: they are in another sequence already."""
-        return Growing(self.tokens, np.zeros_like(self.loss_mask), self.logprobs, self.versions)
-
     def up_to_last_sampled(self) -> "Growing":
         """Without the text at the end that nobody answered."""
         sampled = np.flatnonzero(self.versions != NOT_SAMPLED)
