@@ -182,7 +182,7 @@ def test_aborts_end_requests_wherever_they_are(tiny_model: str, spans: bool) -> 
             await updates.swap(engine, "recompute")
             await until(lambda: len(server.jobs) == 1)
             await steps(server, 5)
-            await until(lambda: len(engine._lives[second.request.key.__str__()].tokens) > 5)
+            await until(lambda: len(engine._sequences[second.request.key.__str__()].tokens) > 5)
             await engine.abort(second.request.key)
             for one in (first, second):
                 completion = await one.task
