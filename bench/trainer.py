@@ -89,7 +89,7 @@ def make_trainer(options: argparse.Namespace, kind: "type[Trainer] | None" = Non
         lr=1e-6,
     )
     model = ModelSection(path=str(options.model), dtype=options.dtype)
-    return (kind or Trainer)(model, section, AlgorithmSection(), None)
+    return (kind or Trainer)(model, section, AlgorithmSection(), None, deterministic=options.deterministic)
 
 
 def measure(step: Callable[[], Message], options: argparse.Namespace, repetitions: int) -> Message:
@@ -287,6 +287,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logprob-chunk", type=int, default=4096, help="tokens whose logits exist at one time")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--no-compile", action="store_true", help="run the blocks as they are")
+    parser.add_argument("--deterministic", action="store_true", help="repeat bit for bit on a GPU")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before the measured ones")
     parser.add_argument("--repetitions", type=int, default=5, help="measured steps")
     parser.add_argument("--seed", type=int, default=0, help="of lengths, tokens and rewards")

@@ -40,13 +40,14 @@ def make_trainer(path: str, worst_staleness: int | None = None, **knobs: Any) ->
     """A trainer on one thread; knobs of the model, the trainer and the algorithm sections, by name. No cap, unless
     named: what it is compared with has none."""
     sections, knobs = [], {"behaviour_cap": 0.0, "lr": 2e-5} | knobs
+    deterministic = knobs.pop("deterministic", False)
     for section in (ModelSection, TrainerSection, AlgorithmSection):
         mine = {name: knobs.pop(name) for name in list(knobs) if name in section.model_fields}
         sections.append(section(**({"path": path} | mine if section is ModelSection else mine)))
     assert not knobs, knobs
     model, trainer, algorithm = sections
     torch.set_num_threads(1)
-    return Trainer(model, trainer, algorithm, worst_staleness)  # type: ignore[arg-type]
+    return Trainer(model, trainer, algorithm, worst_staleness, deterministic=deterministic)  # type: ignore[arg-type]
 
 
 def make_sequence(random: np.random.Generator, num_prompt: int, num_sampled: int, version: int) -> Sequence:

@@ -1,6 +1,6 @@
 """The trainer on a GPU: the same numbers as on the CPU, to the precision of the type, and no waiting inside a step.
 
-Invariants 7, 11, 12 and 16 where the arithmetic is another's: flash attention, Triton kernels, compiled blocks.
+Invariants 7, 11 and 12 where the arithmetic is another's: flash attention, Triton kernels, compiled blocks.
 """
 
 from collections.abc import Callable, Iterator
