@@ -71,7 +71,7 @@ def arranged_trainer() -> "type[Any]":
     from headway.types import Sample
 
     class ArrangedTrainer(Trainer):
-        """A trainer that packs as it is told."""
+        """A trainer with the arrangement under test."""
 
         arrange: Arrange
 

@@ -31,23 +31,23 @@ def _headway_attention(
 ) -> tuple[Tensor, None]:
     """The function transformers' attention layers call; tensors come as (1, heads, T, D)."""
     attention: PackedAttention = kwargs["attention"]
-    # Not asked: which layer this is. A block that looked at its own number would be compiled anew for every layer.
+    # The layer number stays unread: a block that reads its own number is recompiled for every layer.
     window, softcap = kwargs.get("sliding_window") or 0, kwargs.get("softcap") or 0.0
     operands = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     out_THD = attention.attend(*operands, scaling, window, softcap)
     return out_THD.unsqueeze(0), None
 
 
-# Our attention knows its own sequence boundaries. No mask function of this name is registered, and must not be: then
-# transformers would look for boundaries too, reading positions back from the device in every forward pass.
+# Register no mask function of this name: transformers would then search for sequence boundaries, too, and read
+# positions back from the device in every forward pass.
 AttentionInterface.register("headway", _headway_attention)
 
 
 class PackedAttention:
     """Causal attention over sequences laid end to end, without padding and without attending across borders.
 
-    On a GPU, 16-bit tensors go through one flash-attention call; its list of borders is made once for all layers. That
-    call has no soft cap: capped attention goes sequence by sequence there too.
+    On a GPU, 16-bit tensors go through one flash-attention call, which has no soft cap; its list of borders is made
+    once for all layers. Everything else is computed sequence by sequence.
     """
 
     def __init__(self, lengths: list[int], device: torch.device = CPU):
@@ -74,7 +74,7 @@ class PackedAttention:
         if self.borders_N is not None and query_THD.dtype != torch.float32 and not softcap:
             borders_N, longest = self.borders_N, self.longest
             operands = (query_THD, key_TKD, value_TKD, borders_N, borders_N, longest, longest)
-            # So many keys behind and none ahead; all behind, which is -1, is how this function is told to be causal.
+            # (left, right) context; window (-1, 0) is causal with unlimited left context.
             seen = window - 1, 0
             return cast(Tensor, varlen_attn(*operands, scale=scaling, window_size=seen, **_GROUPED_HEADS))
         pieces = zip(
@@ -119,5 +119,5 @@ def capped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
 
 
 def attention_softcap(config: PreTrainedConfig) -> float:
-    """Gemma 3's configuration has the number too, but its attention never looks at it."""
+    """The cap on attention scores; Gemma 3's configuration has the number, too, but its attention ignores it."""
     return float(config.attn_logit_softcapping or 0.0) if config.model_type == "gemma2" else 0.0

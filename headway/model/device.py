@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def find_device(knob: str, name: str, dtype: torch.dtype) -> torch.device:
-    """The device `knob` names; that it is not there, or cannot compute in `dtype`, is one sentence."""
+    """The device that `knob` names; one that is missing, or cannot compute in `dtype`, raises `ConfigError`."""
     device = torch.device(name)
     if device.type == "cpu":
         return device
@@ -40,5 +40,5 @@ def make_repeatable(device: torch.device) -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`; the host goes on while a GPU still fetches it."""
+    """Copy to `device`, without making the host wait for a GPU."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

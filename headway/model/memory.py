@@ -1,8 +1,7 @@
-"""Whether a run fits into the memory of its GPUs, from sizes alone: what is known before anything is loaded.
+"""Estimates from sizes alone whether a run fits into the memory of its GPUs, before anything is loaded.
 
-What is counted is the least a run needs: weights, their shadow, gradients, the optimizer's state and the keys and
-values of two sequences. A run that fits by this may still have to make its micro-batches smaller; one that does not
-can only fail.
+It counts the least a run needs: weights, their shadow, gradients, the optimizer's state and the keys and values of two
+sequences. A run that fits may still need smaller micro-batches; one that does not fit can only fail.
 """
 
 from collections import defaultdict
@@ -25,7 +24,7 @@ def count_parameters(shape: ModelShape, tied: bool) -> int:
 
 
 def num_weight_sets(config: Config) -> int:
-    """How many copies of the weights an engine holds: the embedded one receives new ones beside the live ones."""
+    """Copies of the weights in an engine: the embedded one has live weights and a shadow for the next version."""
     return 1 if config.engine.kind == "vllm" else 2
 
 
@@ -34,7 +33,7 @@ def engine_weight_bytes(config: Config, num_parameters: int) -> int:
 
 
 def kv_bytes(config: Config, shape: ModelShape, device: str) -> int:
-    """Those the config asks for; 0 where an engine takes what is free."""
+    """Keys and values that the config asks for; 0 where an engine takes the free memory."""
     num_tokens = config.engine.kv_tokens or (DEFAULT_KV_TOKENS if device == "cpu" else 0)
     return token_bytes(config, shape) * num_tokens
 
@@ -45,13 +44,13 @@ def token_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def rank_bytes(config: Config, num_parameters: int) -> int:
-    """Of one trainer rank, beside activations."""
+    """Memory of one trainer rank without activations."""
     cast = 0 if config.model.dtype == "float32" else _BYTES[config.model.dtype]
     return (_MASTER_BYTES + cast) * num_parameters // config.trainer.ranks
 
 
 def needed(config: Config, shape: ModelShape, tied: bool, context: int) -> dict[str, dict[str, int]]:
-    """Of each device, the least bytes each worker on it needs."""
+    """The least bytes that each worker needs, by device and worker."""
     num_parameters = count_parameters(shape, tied)
     found: dict[str, dict[str, int]] = defaultdict(dict)
     for name, device in config.engine.placement.items() if not config.engine.servers else ():
@@ -63,7 +62,7 @@ def needed(config: Config, shape: ModelShape, tied: bool, context: int) -> dict[
 
 
 def check_fit(config: Config, shape: ModelShape, tied: bool, context: int) -> None:
-    """Refuse a model that cannot fit on the GPUs it is to be on; other nodes' are not known here."""
+    """Refuse a model that cannot fit on its GPUs; those of other nodes are unknown here."""
     for device, workers in needed(config, shape, tied, context).items():
         if device == "cpu" or config.run.runtime == "ray":
             continue

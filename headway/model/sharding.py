@@ -17,9 +17,8 @@ from headway.model.logprobs import Policy
 class Masters:
     """The fp32 weights that the optimizer moves, by parameter name.
 
-    Where they are not what the module computes with, they lie beside it: the module holds them cast to `dtype`, which
-    is what its passes use and what is published; each gradient is added to its master's, in fp32, as soon as it is
-    whole; and `refresh` casts anew after the masters moved.
+    With a narrower `dtype` the module holds a cast copy, which its passes use and which is published. Each gradient is
+    added to its master's, in fp32, as soon as it is complete, and `refresh` casts again after the masters moved.
     """
 
     def __init__(self, policy: nn.Module, dtype: torch.dtype | None = None):
@@ -39,7 +38,7 @@ class Masters:
             parameter.copy_(master)
 
     def put_back(self) -> None:
-        """End the arrangement: the module has the masters themselves."""
+        """Make the masters the parameters of the module again."""
         for parameter, master in self._cast:
             parameter.data = master.data
         self._cast.clear()
@@ -72,7 +71,7 @@ def shard(policy: Policy, dtype: torch.dtype, device: torch.device = CPU) -> Mas
 def wrap(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """FSDP2 around each layer and the whole; gradients add up over the ranks, as denominators are global."""
     # The one floating-point input is the temperature, and 0.7 is another number in bf16. A root left gathered after a
-    # forward pass without a backward would show its cast parameters to whoever saves or copies the master weights.
+    # forward pass without a backward would expose cast parameters where master weights are saved or copied.
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     decoder = cast(nn.Module, policy.model.model)
     for module in (*cast(nn.ModuleList, decoder.layers), policy):
@@ -81,19 +80,11 @@ def wrap(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         wrapped.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
 
-def shard_like(parameter: Tensor, rows: Tensor) -> Tensor:
-    """This rank's `rows` as part of a tensor laid out as `parameter` is; a scalar, or beside a whole one, as it is."""
-    if isinstance(parameter, DTensor) and rows.ndim:
-        mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
-        return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
-    return rows
-
-
 def local_rows(tensor: Tensor) -> Tensor:
     """The rows this rank holds of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded: every rank has to ask for it."""
+    """The whole of a tensor that may be sharded; a collective operation of all ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Trainer ranks whose inside can be looked at, in a module of their own so that their processes can import them."""
+"""Trainer ranks that expose their state, in a module that their processes can import."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""Real trainer ranks for tests: several processes that train together, and one trainer beside them to compare with."""
+"""Real trainer ranks for tests: several processes that train together, and one trainer to compare with."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -108,7 +108,7 @@ def test_steps_of_several_minibatches_are_those_of_one_rank(stage: Stage, object
     assert max(float(np.abs(a - b).max()) for a, b in zip(scores.logprobs, exact.logprobs, strict=True)) < 1e-4
 
 
-def test_two_lives_of_the_same_ranks_give_the_same_bits(stage: Stage) -> None:
+def test_training_twice_on_the_same_ranks_gives_the_same_bits(stage: Stage) -> None:
     digests = []
     for _ in range(2):
         ranked = stage.begin(lr=1e-3, minibatches=2, token_budget=48)
@@ -240,7 +240,7 @@ def test_samples_are_dealt_by_work_and_each_exactly_once() -> None:
     assert deal([], 2, quadratic) == [[], []]
 
 
-def test_advantages_are_those_of_whole_groups_whoever_gets_the_samples(tiny_model: str) -> None:
+def test_advantages_are_those_of_whole_groups_on_every_rank(tiny_model: str) -> None:
     batch = make_batch(num_groups=5)
     for algorithm in (AlgorithmSection(), AlgorithmSection(baseline="none", normalise="batch")):
         whole = share_of(batch, algorithm, 2, float)

@@ -161,7 +161,7 @@ def test_each_rank_writes_its_own_rows_and_nothing_twice(stage: Stage, tmp_path:
     assert rows == {name: shape[0] if shape else 1 for name, shape in whole.shapes.items()}
 
 
-def test_what_was_kept_is_written_beside_the_next_step_and_is_none_of_it(stage: Stage, tmp_path: Path) -> None:
+def test_a_snapshot_is_written_during_the_next_step_and_has_none_of_it(stage: Stage, tmp_path: Path) -> None:
     ranked = stage.begin(**KNOBS)
     losses(lambda batch: stage.run(ranked.train(batch)), range(1))
 
