@@ -26,9 +26,9 @@ class Plan:
 
 def describe(config: Config) -> Plan:
     """Check the whole config and work out the plan; raises the sentence that `train` would raise."""
-    from headway.model.loading import model_shape
-
     prepared = prepare(config)
+    from headway.model.loading import model_shape  # after the checks, of which a wrong path needs no torch
+
     shape = model_shape(prepared.model_config)
     num_parameters = count_parameters(shape, bool(prepared.model_config.tie_word_embeddings))
     worst = prepared.staleness().worst_staleness

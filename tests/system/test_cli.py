@@ -309,6 +309,26 @@ def test_a_second_process_on_the_same_run_is_refused(finished: tuple[Path, Confi
     assert "events.jsonl is being written by another run; wait until it ends, stop it, or choose another" in sentence
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_wrong_model_path_is_reported_without_importing_torch(tmp_path: Path, dry_run: bool) -> None:
+    """Importing it takes seconds."""
+    arguments = [
+        "train",
+        str(Path(__file__).parents[2] / "configs" / "quickstart.toml"),
+        f"--run.dir={tmp_path / 'run'}",
+        "--model.path=./nowhere",
+    ]
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        f"sys.argv = {['headway', *arguments, *['--dry-run'] * dry_run]!r}\n"
+        "from headway.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "model.path = ./nowhere does not exist" in done.stdout + done.stderr
+
+
 def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path, tiny_model: str, refused: Refused) -> None:
     (tmp_path / "run").write_text("")
     sentence = refused(write_config(tmp_path, tiny_model))
