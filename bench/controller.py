@@ -258,7 +258,7 @@ async def measure(spec: Message, directory: Path) -> Message:
     from headway.model.tokenizer import build_character_tokenizer
     from headway.monitor.metrics import Metrics
     from headway.monitor.view import open_view
-    from headway.record.ledger import Ledger
+    from headway.record.run import Run
     from headway.record.shards import RunLog
     from headway.tasks.prompts import PromptStream
 
@@ -270,9 +270,11 @@ async def measure(spec: Message, directory: Path) -> Message:
     staleness = StalenessControl(batch_groups, ETA, batch_groups)
     progress = Progress(0, staleness, Buffer(staleness))
     log, view = RunLog(directory), open_view(sys.stdout)
-    metrics, ledger = Metrics(directory, config.metrics), Ledger()
+    run = Run()
+    view.follow(run)
+    metrics = Metrics(directory, config.metrics, run)
     flight = Flight(spec["concurrent"])
-    for listener in (ledger.on_event, view.on_event, metrics.on_event, flight.on_event):
+    for listener in (run.on_event, view.on_event, metrics.on_event, flight.on_event):
         log.subscribe(listener)
     async with open_runtime(config, directory) as runtime:
         hall = await runtime.start("hall", Hall, spec["engines"], spec["seconds_per_token"])
@@ -287,7 +289,7 @@ async def measure(spec: Message, directory: Path) -> Message:
         await release
     for closing in (metrics, log, view):
         closing.close()
-    ledger.check()
+    run.check_tokens()
     if flight.num_events["worker_lost"]:
         raise AssertionError("a worker was lost")
     if flight.most_in_flight < spec["concurrent"] or staleness.num_trained != num_groups:

@@ -21,7 +21,7 @@ from common import RESULTS_DIR, Message, Record, versions
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headway.record.history import History
+    from headway.record.run import Run
 
 QUERY = ("utilization.gpu", "memory.used", "power.draw")
 END_S = 120.0
@@ -70,28 +70,26 @@ def gpu_figures(log: Path, seconds_trained: float) -> Message:
 
 def figures(run: Path, log: Path) -> Message:
     from headway.monitor.report import write_report
-    from headway.record.history import History
-    from headway.record.log import read
+    from headway.record.events import Evaluated
+    from headway.record.run import Run
 
     summary = write_report(run)
-    history = History(read(run / "events.jsonl"))
-    accuracies = [(event["version"], event["accuracy"], event["num"]) for event in history["evaluated"]]
+    found = Run.read(run)
+    accuracies = [(event.version, event.accuracy, event.num) for event in found.all(Evaluated)]
     return {
         "summary": json.loads((run / "summary.json").read_text()) | {"run_dir": run.name},
         "accuracies": accuracies,
         "gpu": gpu_figures(log, summary.wall_s),
         "tokens_per_s": summary.tokens_trained / summary.wall_s,
-        "steps": steps_of(history),
+        "steps": steps_of(found),
     }
 
 
-def steps_of(history: "History") -> list[list[float]]:
+def steps_of(run: "Run") -> list[list[float]]:
     """Of each training step: when it was done, what it took, how long it had waited for its batch, tokens, reward."""
-    begun = history["admitted"][0].time
-    return [
-        [round(value, 4) for value in (event.time - begun, *(getattr(event, key) for key in STEP))]
-        for event in history["trained"]
-    ]
+    begun = run.clock.training()[0][0]
+    events = [step.event for step in run.steps]
+    return [[round(value, 4) for value in (e.time - begun, *(getattr(e, key) for key in STEP))] for e in events]
 
 
 def show(found: Message, console: "Console") -> None:

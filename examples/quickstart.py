@@ -18,8 +18,8 @@ from headway.config import Config, load
 from headway.errors import HeadwayError
 from headway.monitor.report import Summary, table, write_report
 from headway.monitor.view import open_view
-from headway.record.ledger import fold
-from headway.record.log import EVENTS_NAME, read
+from headway.record.log import EVENTS_NAME
+from headway.record.run import Run
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 SYNC_STEPS = 15
@@ -43,21 +43,20 @@ def warm_up(config: Config, console: Console) -> None:
 
 def train(config: Config) -> Summary:
     """`headway train`, resumed where an earlier attempt was interrupted."""
-    events = Path(config.run.dir) / EVENTS_NAME
-    history = read(events) if events.exists() else []
-    view = open_view(sys.stdout, history)
+    begun = (Path(config.run.dir) / EVENTS_NAME).exists()
+    view = open_view(sys.stdout)
     try:
-        return asyncio.run(launch.train(config, resume=bool(history), view=view))
+        return asyncio.run(launch.train(config, resume=begun, view=view))
     finally:
         view.close()
 
 
-def wall_of_first(run: Path, num_steps: int) -> float:
+def wall_of_first(directory: Path, num_steps: int) -> float:
     """Seconds from the first admission to the end of the given training step."""
-    events = read(run / EVENTS_NAME)
-    started = next(event.time for event in events if event.kind == "admitted")
-    ended: float = next(e.time for e in events if e.kind == "trained" and e["version"] == num_steps)
-    return ended - started
+    run = Run.read(directory)
+    started = run.clock.incarnations[0].training_start
+    assert started is not None
+    return run.steps[num_steps - 1].event.time - started
 
 
 def compare(config: Config, arguments: list[str]) -> dict[str, float]:
@@ -81,7 +80,7 @@ def main() -> None:
     config = load(CONFIG, arguments)
     run = Path(config.run.dir)
     warm_up(config, console)
-    if (run / EVENTS_NAME).exists() and fold(read(run / EVENTS_NAME)).status == "finished":
+    if (run / EVENTS_NAME).exists() and Run.read(run).status == "finished":
         console.print(f"2. {run} is finished already; remove it to train again")
     else:
         console.print(f"2. asynchronous training, {config.run.steps} steps, η = {config.staleness.max_staleness}")

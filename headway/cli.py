@@ -6,7 +6,7 @@ Errors written for people are printed as their one sentence; anything else is a 
 import asyncio
 import runpy
 import sys
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -18,7 +18,6 @@ from headway.errors import HeadwayError
 if TYPE_CHECKING:
     from headway.config import Config
     from headway.monitor.view import View
-    from headway.record.events import Event
 
 T = TypeVar("T")
 _OVERRIDES: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -62,11 +61,11 @@ def _load(path: Path, context: typer.Context) -> "Config":
     return load(path, context.args)
 
 
-def _with_view(make: "Callable[[View], Coroutine[Any, Any, T]]", history: "Iterable[Event]" = ()) -> T:
+def _with_view(make: "Callable[[View], Coroutine[Any, Any, T]]") -> T:
     """Run a coroutine that shows itself through a view, and restore the terminal whatever happens."""
     from headway.monitor.view import open_view
 
-    view = open_view(sys.stdout, history)
+    view = open_view(sys.stdout)
     try:
         return asyncio.run(make(view))
     finally:
@@ -99,11 +98,8 @@ def train(
 def _train(loaded: "Config", resume: bool, overwrite: bool) -> None:
     from headway import launch
     from headway.monitor.report import table
-    from headway.record.log import EVENTS_NAME, read
 
-    events = Path(loaded.run.dir) / EVENTS_NAME
-    history = read(events) if resume and events.exists() else []
-    summary = _with_view(lambda view: launch.train(loaded, resume, view, overwrite), history)
+    summary = _with_view(lambda view: launch.train(loaded, resume, view, overwrite))
     _print(table(summary))
 
 
@@ -231,7 +227,7 @@ def view(
 
 @app.command()
 def report(run: RunPath) -> None:
-    """Make summary.json, report.png and metrics.jsonl of a run again, and print the summary."""
+    """Make summary.json and report.png of a run again, and print the summary."""
     from headway.monitor.report import table, write_report
 
     _print(table(write_report(run)))

@@ -2,7 +2,7 @@
 
 `prepare` reads and checks all there is to check before anything heavy starts; the verbs below it start the workers
 they need through a runtime and end them, whatever happens. A run directory holds: config.json, events.jsonl, record/,
-checkpoint/a and /b, weights/, logs/, metrics.jsonl, tensorboard/, model/, summary.json, report.png, and
+checkpoint/a and /b, weights/, logs/, tensorboard/, model/, summary.json, report.png, and
 eval/problems.jsonl of `headway eval`.
 """
 
@@ -31,10 +31,10 @@ from headway.model.tokenizer import load_tokenizer, stop_tokens
 from headway.monitor.metrics import Metrics
 from headway.monitor.report import Summary, write_report
 from headway.monitor.view import View
-from headway.record.events import Ended, Event, ResumeStarted, RunStarted, Warned
-from headway.record.ledger import Ledger, RunState, fold, ledger
-from headway.record.log import EVENTS_NAME, read
+from headway.record.events import Ended, ResumeStarted, RunStarted, Warned
+from headway.record.log import EVENTS_NAME
 from headway.record.phases import phase
+from headway.record.run import Run
 from headway.record.shards import RunLog
 from headway.runtime.ray import check_ray
 from headway.tasks.datasets import check_there
@@ -229,18 +229,17 @@ async def train(config: Config, resume: bool, view: View, overwrite: bool = Fals
     metrics: Metrics | None = None
     try:
         # Again, under the log's lock: another process may have been faster.
-        history = claim(directory, config, prepared.prompts, resume, False) if resume else read(log.path)
-        if history and not resume:
+        run = claim(directory, config, prepared.prompts, resume, False) if resume else Run.read(directory)
+        if run.began and not resume:
             raise ConfigError(f"{directory} already holds a run; choose another run.dir")
-        state = fold(history)
-        if state.status == "finished" and state.num_trained >= config.run.steps:
+        if run.status == "finished" and run.num_trained >= config.run.steps:
             view.on_event(Warned(message=f"{directory} is finished; nothing to resume"))
             return write_report(directory)
-        metrics = Metrics(directory, config.metrics, history, view.message)
-        tokens = ledger(history)
-        for listener in (tokens.on_event, view.on_event, metrics.on_event):
+        metrics = Metrics(directory, config.metrics, run, view.message)
+        view.follow(run)
+        for listener in (run.on_event, view.on_event, metrics.on_event):
             log.subscribe(listener)
-        await _run_to_the_end(prepared, log, state, history, tokens, directory)
+        await _run_to_the_end(prepared, log, run, directory)
     except RunFailed:
         log.close()
         with suppress(HeadwayError):
@@ -253,24 +252,14 @@ async def train(config: Config, resume: bool, view: View, overwrite: bool = Fals
     return write_report(directory)
 
 
-async def _run_to_the_end(
-    prepared: Prepared,
-    log: RunLog,
-    state: RunState,
-    history: list[Event],
-    tokens: Ledger,
-    directory: Path,
-) -> None:
+async def _run_to_the_end(prepared: Prepared, log: RunLog, run: Run, directory: Path) -> None:
     """Start, resume if there is something to resume, run; the log's last event says how it ended."""
     from headway.control.controller import Controller
     from headway.control.resume import change_config, progress_from
 
-    if history:
-        num_resumed = sum(isinstance(event, ResumeStarted) for event in history)
-        log.append(ResumeStarted(incarnation=num_resumed + 1, hardware=hardware()))
-        await change_config(prepared.config, log, state, directory)
-        await log.flush()
-        history = read(log.path)
+    if run.began:
+        log.append(ResumeStarted(incarnation=len(run.clock.incarnations), hardware=hardware()))
+        await change_config(prepared.config, log, run, directory)
     else:
         _begin(prepared, log, directory)
     status, cause = "failed", ""
@@ -278,34 +267,31 @@ async def _run_to_the_end(
         async with open_runtime(prepared.config, directory) as runtime:
             staleness = prepared.staleness()
             fleet = Fleet(runtime, prepared.config, staleness.worst_staleness)
-            progress = progress_from(staleness, log, state, history)
+            progress = progress_from(staleness, log, run)
             controller = Controller(prepared.config, fleet, _tasks(prepared), progress, log, directory)
             with _stoppable(controller.stop):
                 await controller.run()
         if controller.is_stopped:
             raise asyncio.CancelledError
-        tokens.finish()
-        tokens.check()
+        run.finish()
         status = "finished"
     except asyncio.CancelledError:
         status, cause = "stopped", "interrupted from outside"
-        await log.flush()
-        raise RunFailed(_stopped(directory, read(log.path))) from None
+        raise RunFailed(_stopped(directory, run)) from None
     except BaseException as error:
         cause = str(error) or type(error).__name__
         raise
     finally:
-        log.append(Ended(status=status, cause=cause, tokens=tokens.counts()))
+        log.append(Ended(status=status, cause=cause, tokens=run.tokens.counts()))
 
 
-def _stopped(directory: Path, history: list[Event]) -> str:
+def _stopped(directory: Path, run: Run) -> str:
     """What is on disk after an interrupt, and what `--resume` will do."""
-    state = fold(history)
-    version = state.checkpoints[0][0] if state.checkpoints else 0
-    retrains = state.num_trained - version
+    version = run.checkpoints[0][0] if run.checkpoints else 0
+    retrains = run.num_trained - version
     told = f", retraining {retrains} recorded steps first" if retrains else ""
     model = f"; the model is in {directory / 'model'}" if (directory / "model").exists() else ""
-    return f"stopped after {state.num_trained} steps; `--resume` goes on from {directory}{told}{model}"
+    return f"stopped after {run.num_trained} steps; `--resume` goes on from {directory}{told}{model}"
 
 
 def _begin(prepared: Prepared, log: RunLog, directory: Path) -> None:

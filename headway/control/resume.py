@@ -21,65 +21,64 @@ from headway.control.run_directory import changes, changes_arithmetic
 from headway.control.staleness import StalenessControl
 from headway.control.workers import open_runtime, start_trainer
 from headway.errors import HeadwayError
-from headway.record.events import Checkpointed, ConfigChanged, Event, Warned
-from headway.record.ledger import RunState, fold, ledger
-from headway.record.log import EVENTS_NAME, read
+from headway.record.events import Checkpointed, ConfigChanged, Evaluated, Event, Warned
 from headway.record.phases import phase
+from headway.record.run import Run
 from headway.record.shards import RECORD_NAME, Record, RunLog
 from headway.training.checkpoint import slot_for
 from headway.types import DropReason
 
 
-def progress_from(staleness: StalenessControl, log: RunLog, state: RunState, history: list[Event]) -> Progress:
+def progress_from(staleness: StalenessControl, log: RunLog, run: Run) -> Progress:
     """Where to start: at the beginning, or exactly where the record says the run was."""
-    if not history:
+    if not run.is_resumed:
         return Progress(0, staleness, Buffer(staleness))
-    untrained = state.untrained_batch
+    untrained = run.untrained_batch
     staleness = StalenessControl.restore(
         staleness.batch_groups,
         staleness.max_staleness,
         staleness.window,
-        num_admitted=len(state.admitted),
-        trained={group for _, groups in state.batches[: state.num_trained] for group in groups},
-        dropped=set(state.dropped),
+        num_admitted=len(run.groups),
+        trained={group for _, groups in run.batches[: run.num_trained] for group in groups},
+        dropped=set(run.dropped),
         taken=set(untrained or ()),
     )
-    waiting = [log.record.load(state.finished[group]) for group in state.waiting]
-    accuracies = [event["accuracy"] for event in state.evaluations if event["accuracy"] is not None]
+    waiting = [log.record.load(run.ref(group)) for group in run.waiting]
+    accuracies = [event.accuracy for event in run.all(Evaluated) if event.accuracy is not None]
     return Progress(
-        version=state.num_trained,
+        version=run.num_trained,
         staleness=staleness,
-        buffer=Buffer.restore(staleness, waiting, Counter(DropReason(reason) for reason in state.dropped.values())),
-        unfinished={group: state.admitted[group].prompt for group in state.unfinished},
-        num_streamed=sum(admitted.repeats is None for admitted in state.admitted.values()),
-        requeued=[(group, state.admitted[group].prompt) for group in state.requeued],
-        untrained_batch=tuple(log.record.load(state.finished[group]) for group in untrained) if untrained else None,
-        num_checkpoints=sum(isinstance(event, Checkpointed) for event in history),
-        evaluated_before=any(event["label"] == "before" for event in state.evaluations),
+        buffer=Buffer.restore(staleness, waiting, Counter(DropReason(reason) for reason in run.dropped.values())),
+        unfinished={group: run.groups[group].prompt for group in run.unfinished},
+        num_streamed=sum(group.repeats is None for group in run.groups),
+        requeued=[(group, run.groups[group].prompt) for group in run.requeued],
+        untrained_batch=tuple(log.record.load(run.ref(group)) for group in untrained) if untrained else None,
+        num_checkpoints=len(run.all(Checkpointed)),
+        evaluated_before=any(event.label == "before" for event in run.all(Evaluated)),
         best_accuracy=max(accuracies, default=None),
         resumes=True,
-        lost_tokens=ledger(history).in_flight,
+        lost_tokens=run.tokens.in_flight,
     )
 
 
-async def change_config(config: Config, log: RunLog, state: RunState, directory: Path) -> None:
+async def change_config(config: Config, log: RunLog, run: Run, directory: Path) -> None:
     """Record the knobs that a resume changes. Steps of the record are first retrained with those they were trained
     with, to a checkpoint from which the new ones hold."""
-    found = changes(state.config, config)
+    found = changes(run.config, config)
     if not found:
         return
-    if state.num_trained and changes_arithmetic(found):
-        before = {**state.config, "run": config.run.model_dump(), "ray": config.ray.model_dump()}
-        slot, started = slot_for(state.num_checkpoints), time.time()
+    if run.num_trained and changes_arithmetic(found):
+        before = {**run.config, "run": config.run.model_dump(), "ray": config.ray.model_dump()}
+        slot, started = slot_for(len(run.all(Checkpointed))), time.time()
         async with open_runtime(config, directory) as runtime:
             with phase(log.append, "retraining with the knobs of the record"):
                 trainer = await start_trainer(runtime, Config.model_validate(before), None)
-                version = await load_newest_checkpoint(state, trainer, directory, _warn(log))
-                await retrain(log.record.load, state, trainer, version, lambda done, total: None, log.append)
+                version = await load_newest_checkpoint(run, trainer, directory, _warn(log))
+                await retrain(log.record.load, run, trainer, version, lambda done, total: None, log.append)
                 await trainer.snapshot()
                 await trainer.save(str(directory / "checkpoint" / slot))
-        log.append(Checkpointed(version=state.num_trained, slot=slot, seconds=time.time() - started))
-    log.append(ConfigChanged(version=state.num_trained, changes=found))
+        log.append(Checkpointed(version=run.num_trained, slot=slot, seconds=time.time() - started))
+    log.append(ConfigChanged(version=run.num_trained, changes=found))
 
 
 def _warn(log: RunLog) -> Callable[[str], object]:
@@ -88,12 +87,12 @@ def _warn(log: RunLog) -> Callable[[str], object]:
 
 async def replay(directory: Path, emit: Callable[[Event], object]) -> tuple[int, str]:
     """Train a recorded run again from its first weights; the last version and its digest, equal to the record's."""
-    state = fold(read(directory / EVENTS_NAME))
-    if not state.num_trained:
+    run = Run.read(directory)
+    if not run.num_trained:
         raise HeadwayError(f"{directory} has no training step to replay")
     record, checkpoint = Record(directory / RECORD_NAME), str(directory / "replay" / "checkpoint" / "a")
-    ends = [*(version for version, _ in state.configs[1:]), state.num_trained]
-    for (first, knobs), end in zip(state.configs, ends, strict=True):
+    ends = [*(version for version, _ in run.configs[1:]), run.num_trained]
+    for (first, knobs), end in zip(run.configs, ends, strict=True):
         config = Config.model_validate(knobs)
         if config.run.runtime == "ray":  # the cluster may be gone, and one machine is enough
             config = config.model_copy(update={"run": config.run.model_copy(update={"runtime": "local"})})
@@ -105,10 +104,10 @@ async def replay(directory: Path, emit: Callable[[Event], object]) -> tuple[int,
             if first:
                 await trainer.load(checkpoint)
             with phase(emit, f"retraining {end - first} recorded steps") as progress:
-                await retrain(record.load, replace(state, num_trained=end), trainer, first, progress, emit)
-            if end == state.num_trained:
+                await retrain(record.load, replace(run, num_trained=end), trainer, first, progress, emit)
+            if end == run.num_trained:
                 await trainer.save_model(str(directory / "replay" / "model"))
             else:
                 await trainer.snapshot()
                 await trainer.save(checkpoint)
-    return state.num_trained, state.digests[state.num_trained]
+    return run.num_trained, run.digests[run.num_trained]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headway.errors import DeadlineExceeded, HeadwayError, InvariantBroken, WorkerDied
 from headway.record.events import Event, Retrained, Warned
-from headway.record.ledger import RunState
+from headway.record.run import Run
 from headway.record.shards import ShardRef
 from headway.training.ranks import RankedTrainer
 from headway.training.state import weight_difference
@@ -22,13 +22,13 @@ from headway.weights.fingerprints import digest
 
 
 async def load_newest_checkpoint(
-    state: RunState, trainer: RankedTrainer, directory: Path, warn: Callable[[str], object]
+    run: Run, trainer: RankedTrainer, directory: Path, warn: Callable[[str], object]
 ) -> int:
     """The version of the newest whole checkpoint; a damaged one is named and passed over; with none, the beginning."""
-    for _, slot in state.checkpoints:
+    for _, slot in run.checkpoints:
         # A damaged slot is a decision: the other one, or the beginning, leads to the same weights.
         try:
-            _check_not_newer(directory / "checkpoint" / slot, state.num_trained)
+            _check_not_newer(directory / "checkpoint" / slot, run.num_trained)
             return await trainer.load(str(directory / "checkpoint" / slot))
         except (WorkerDied, DeadlineExceeded):
             raise
@@ -49,7 +49,7 @@ def _check_not_newer(slot: Path, num_trained: int) -> None:
 
 async def retrain(
     load_group: Callable[[ShardRef], Group],
-    state: RunState,
+    run: Run,
     trainer: RankedTrainer,
     from_version: int,
     progress: Callable[[int, int], None],
@@ -57,14 +57,14 @@ async def retrain(
 ) -> None:
     """Retrain the recorded batches, packed as they were, and compare the weights with the recorded ones."""
     largest: float | None = None
-    for version, ids in state.batches[from_version : state.num_trained]:
-        groups = tuple(load_group(state.finished[group]) for group in ids)
-        await trainer.set_fit(state.metrics[version + 1])
+    for version, ids in run.batches[from_version : run.num_trained]:
+        groups = tuple(load_group(run.ref(group)) for group in ids)
+        await trainer.set_fit(run.steps[version].event.metrics)
         report = await trainer.train(Batch(version, groups))
         found = digest((await trainer.publish()).fingerprints)
-        equal = found == state.digests[version + 1]
+        equal = found == run.digests[version + 1]
         if not equal and not report.skipped and not trainer.is_repeatable:
-            max_abs, relative_norm = weight_difference(state.samples[version + 1], report.weights_sample)
+            max_abs, relative_norm = weight_difference(run.steps[version].event.weights_sample, report.weights_sample)
             emit(Retrained(version=version + 1, digest=found, max_abs=max_abs, relative_norm=relative_norm))
             largest = max(largest or 0.0, relative_norm)
         elif not equal or report.skipped:
@@ -72,7 +72,7 @@ async def retrain(
                 f"training step {version + 1} of the record, trained again, gave other weights than recorded; "
                 "the hardware, the software or the number of threads must have changed"
             )
-        progress(version + 1 - from_version, state.num_trained - from_version)
+        progress(version + 1 - from_version, run.num_trained - from_version)
     if largest is not None:
         emit(
             Warned(
@@ -80,4 +80,4 @@ async def retrain(
                 "as GPU arithmetic does not repeat bit for bit; run.deterministic = true makes it repeat"
             )
         )
-    await trainer.restore_fit(state.metrics.get(state.num_trained, {}))
+    await trainer.restore_fit(run.steps[run.num_trained - 1].event.metrics if run.num_trained else {})

@@ -13,9 +13,8 @@ import xxhash
 
 from headway.config import Config
 from headway.errors import ConfigError
-from headway.record.events import Event
-from headway.record.ledger import RunState, fold
-from headway.record.log import EVENTS_NAME, is_being_written, read
+from headway.record.log import EVENTS_NAME, is_being_written
+from headway.record.run import Run
 from headway.types import Prompt
 
 _FIXED_SECTIONS = {"model", "task", "tasks", "sampling", "staleness"}
@@ -25,32 +24,31 @@ _FIXED_KNOBS = {
 }
 _OF_ARITHMETIC = {"trainer", "algorithm"}
 _RUN_FILES = (
-    *("config.json", "record", "checkpoint", "weights", "logs", "metrics.jsonl", "tensorboard", "summary.json"),
+    *("config.json", "record", "checkpoint", "weights", "logs", "tensorboard", "summary.json"),
     *("report.png", "model", "model-best", "replay"),
 )
 Changes = dict[str, tuple[Any, Any]]
 
 
-def claim(directory: Path, config: Config, prompts: list[Prompt], resume: bool, overwrite: bool) -> list[Event]:
-    """The events of the run to resume, or none; a run that never trained is replaced, others with `overwrite`."""
-    path = directory / EVENTS_NAME
-    history = read(path) if path.exists() else []
-    if resume and not history:
+def claim(directory: Path, config: Config, prompts: list[Prompt], resume: bool, overwrite: bool) -> Run:
+    """The run to resume, or an empty one; a run that never trained is replaced, others with `overwrite`."""
+    run = Run.read(directory) if (directory / EVENTS_NAME).exists() else Run()
+    if resume and not run.began:
         raise ConfigError(f"{directory} holds no run to resume; leave --resume out to start one")
-    if history and not resume:
-        _replace(directory, fold(history), overwrite)
-        return []
-    if history:
-        _check_same_run(directory, config, prompts, fold(history))
-    return history
+    if run.began and not resume:
+        _replace(directory, run, overwrite)
+        return Run()
+    if run.began:
+        _check_same_run(directory, config, prompts, run)
+    return run
 
 
-def _replace(directory: Path, state: RunState, overwrite: bool) -> None:
+def _replace(directory: Path, run: Run, overwrite: bool) -> None:
     if is_being_written(directory / EVENTS_NAME):
         raise ConfigError(f"{directory} is in use by a run that goes on; choose another run.dir")
-    if state.num_trained and not overwrite:
+    if run.num_trained and not overwrite:
         raise ConfigError(
-            f"{directory} already holds a run of {state.num_trained} steps; add --resume to go on with it, --overwrite "
+            f"{directory} already holds a run of {run.num_trained} steps; add --resume to go on with it, --overwrite "
             "to delete it, or choose another run.dir"
         )
     for name in (*_RUN_FILES, EVENTS_NAME):
@@ -58,8 +56,8 @@ def _replace(directory: Path, state: RunState, overwrite: bool) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def _check_same_run(directory: Path, config: Config, prompts: list[Prompt], state: RunState) -> None:
-    refused = {key: pair for key, pair in changes(state.config, config).items() if is_fixed(key)}
+def _check_same_run(directory: Path, config: Config, prompts: list[Prompt], run: Run) -> None:
+    refused = {key: pair for key, pair in changes(run.config, config).items() if is_fixed(key)}
     if refused:
         key, (old, new) = next(iter(refused.items()))
         others = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
@@ -67,12 +65,12 @@ def _check_same_run(directory: Path, config: Config, prompts: list[Prompt], stat
             f"{key} = {new!r} differs{others} from the {old!r} of the run in {directory}, whose record would lose its "
             f"meaning; resume with {key} = {old!r} or choose another run.dir"
         )
-    if state.num_prompts != len(prompts):
+    if run.num_prompts != len(prompts):
         raise ConfigError(
-            f"the run in {directory} was begun with {state.num_prompts} prompts, and its tasks now have "
+            f"the run in {directory} was begun with {run.num_prompts} prompts, and its tasks now have "
             f"{len(prompts)}; restore their rows or change run.dir"
         )
-    if state.rows and state.rows != fingerprint(prompts):
+    if run.rows and run.rows != fingerprint(prompts):
         raise ConfigError(
             f"the rows of the run in {directory} were edited or reordered since it was begun; restore them or change "
             "run.dir"

@@ -17,9 +17,8 @@ from headway.control.supervisor import FAILED, Supervised, Supervisor
 from headway.control.workers import Fleet
 from headway.errors import InvariantBroken
 from headway.record.events import Warned
-from headway.record.ledger import fold
-from headway.record.log import EVENTS_NAME, read
 from headway.record.phases import phase
+from headway.record.run import Run
 from headway.record.shards import RunLog
 from headway.training.ranks import RankedTrainer
 from headway.types import Ints
@@ -81,18 +80,18 @@ class TrainerWorker(Supervised[RankedTrainer]):
     async def _restore(self, trainer: RankedTrainer) -> None:
         """To the version of the record; weights that did not reach every engine are published again."""
         await self._log.flush()
-        state = fold(await asyncio.to_thread(read, self._directory / EVENTS_NAME))
+        run = await asyncio.to_thread(Run.read, self._directory)
 
         def warn(message: str) -> None:
             self._log.append(Warned(message=message))
 
-        self.checkpoint_version = await load_newest_checkpoint(state, trainer, self._directory, warn)
-        num_steps = state.num_trained - self.checkpoint_version
+        self.checkpoint_version = await load_newest_checkpoint(run, trainer, self._directory, warn)
+        num_steps = run.num_trained - self.checkpoint_version
         with phase(self._log.append, f"retraining {num_steps} recorded steps") as progress:
             load_group, emit = self._log.record.load, self._log.append
-            await retrain(load_group, state, trainer, self.checkpoint_version, progress, emit)
+            await retrain(load_group, run, trainer, self.checkpoint_version, progress, emit)
         newest = self._engines.newest
         if newest is not None:
-            if newest > state.num_trained:
-                raise InvariantBroken(f"engines were sent version {newest}, and the record is at {state.num_trained}")
+            if newest > run.num_trained:
+                raise InvariantBroken(f"engines were sent version {newest}, and the record is at {run.num_trained}")
             self._engines.publish(await self.publish(trainer))

@@ -1,6 +1,6 @@
 """Everything that is displayed, read from the record only.
 
-`view` is the terminal during a run, `metrics` the numbers for other tools, `report` the summary and `plot` its picture;
-`audit` compares trained with sampled data; `scaling` estimates what one engine more or fewer would change. `viewer/`
-shows runs in a browser.
+`view` is the terminal during a run, `metrics` the numbers for other tools, `report` the summary and `plot` its picture.
+`audit` compares trained with sampled data, `rates` computes recent rates, `scaling` estimates what one engine more or
+fewer would change, and `text` makes text that is not ours safe to print. `viewer/` shows runs in a browser.
 """

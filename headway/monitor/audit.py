@@ -6,7 +6,7 @@ A system that drops or starves some groups trains on other data than it samples,
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headway.record.history import History
+from headway.record.run import Run
 
 SIGNIFICANCE = 1.63
 """Of the Kolmogorov-Smirnov distance at 1%: two samples of one distribution lie further apart once in a hundred."""
@@ -29,16 +29,15 @@ class Comparison:
         return f"{text} (distance {self.distance:.2f}{', WARNING: they part' if self.parted else ''})"
 
 
-def audit(history: History) -> list[Comparison]:
+def audit(run: Run) -> list[Comparison]:
     """Lengths of trajectories, and success rates of groups; nothing where a run has trained or dropped nothing.
 
     Groups that had not left when the log ended are neither: the last of a run are always untrained.
     """
-    trained = {group for event in history["trained"] for group in event["groups"]}
-    left = trained | {group for event in history["dropped"] for group in event["groups"]}
-    finished = [event for event in history["finished"] if event["group"] in left]
-    lengths = [(event["group"] in trained, float(length)) for event in finished for length in event["lengths"]]
-    rates = [(event["group"] in trained, _success_rate(event["rewards"])) for event in finished]
+    left = [group for group in run.groups if group.ref and (group.dropped or group.is_trained(run.num_trained))]
+    trained = [not group.dropped for group in left]
+    lengths = [(yes, float(length)) for yes, group in zip(trained, left, strict=True) for length in group.lengths]
+    rates = [(yes, _success_rate(group.rewards)) for yes, group in zip(trained, left, strict=True)]
     compared = [_compare("trajectory length", lengths), _compare("success rate of groups", rates)]
     return [each for each in compared if each is not None]
 

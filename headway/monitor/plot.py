@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.record.history import History, Span
+from headway.record.clock import Span
+from headway.record.events import Evaluated, Stats, Swapped
+from headway.record.run import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +30,7 @@ _NUM_BINS = 200
 _MOST_BARS = 120  # more than these in one lane would blur into each other; shares of time are drawn instead
 
 
-def draw(history: History, headline: str, staleness_bound: int | None, path: Path) -> None:
+def draw(run: Run, headline: str, staleness_bound: int | None, path: Path) -> None:
     """One picture: what was learnt, how stale, how fast, how long, and who was busy when."""
     from matplotlib import rc_context, rcdefaults, rcParams
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -41,7 +43,7 @@ def draw(history: History, headline: str, staleness_bound: int | None, path: Pat
         figure = Figure(figsize=(12, 13), dpi=110, layout="constrained")
         FigureCanvasAgg(figure)
         figure.suptitle(headline, x=0.01, ha="left", fontsize=12)
-        _draw_panels(figure, history, staleness_bound)
+        _draw_panels(figure, run, staleness_bound)
         unfinished = path.with_name(f"{path.name}.new")
         figure.savefig(unfinished, format="png")
     os.replace(unfinished, path)
@@ -63,18 +65,18 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def _draw_panels(figure: "Figure", history: History, staleness_bound: int | None) -> None:
+def _draw_panels(figure: "Figure", run: Run, staleness_bound: int | None) -> None:
     grid = figure.add_gridspec(5, 2, height_ratios=[1.15, 1, 1, 0.85, 0.85])
-    _draw_learning(figure.add_subplot(grid[0, 0]), history)
-    _draw_staleness(figure.add_subplot(grid[0, 1]), history, staleness_bound)
-    _draw_rates(figure.add_subplot(grid[1, 0]), history)
-    _draw_lengths(figure.add_subplot(grid[1, 1]), history)
-    _draw_metric(figure.add_subplot(grid[2, 0]), history, "loss", _PURPLE)
-    _draw_metric(figure.add_subplot(grid[2, 1]), history, "entropy", _GREEN)
-    _draw_timeline(figure.add_subplot(grid[3, :]), history, (0.0, history.total_s), "who was busy when: the whole run")
-    num_steps = min(_ZOOM_STEPS, len(history["trained"]))
+    _draw_learning(figure.add_subplot(grid[0, 0]), run)
+    _draw_staleness(figure.add_subplot(grid[0, 1]), run, staleness_bound)
+    _draw_rates(figure.add_subplot(grid[1, 0]), run)
+    _draw_lengths(figure.add_subplot(grid[1, 1]), run)
+    _draw_metric(figure.add_subplot(grid[2, 0]), run, "loss", _PURPLE)
+    _draw_metric(figure.add_subplot(grid[2, 1]), run, "entropy", _GREEN)
+    _draw_timeline(figure.add_subplot(grid[3, :]), run, (0.0, run.clock.total_s), "who was busy when: the whole run")
+    num_steps = min(_ZOOM_STEPS, len(run.steps))
     title = f"the same, {num_steps} steps from the middle"
-    _draw_timeline(figure.add_subplot(grid[4, :]), history, _middle_steps(history), title)
+    _draw_timeline(figure.add_subplot(grid[4, :]), run, _middle_steps(run), title)
 
 
 def _nothing(axes: "Axes") -> None:
@@ -107,19 +109,18 @@ def _line(axes: "Axes", steps: Sequence[int], values: Sequence[float], colour: s
     axes.plot(steps, _smooth(series), color=colour, linewidth=1.8, label=label)
 
 
-def _by_step(history: History, name: str) -> tuple[list[int], list[float]]:
+def _by_step(run: Run, name: str) -> tuple[list[int], list[float]]:
     """A number of each training step, from its event or its metrics, where there is one."""
-    found = [(event["version"], {**event["metrics"], **event.fields}.get(name)) for event in history["trained"]]
-    kept = [(step, float(value)) for step, value in found if value is not None]
-    return [step for step, _ in kept], [value for _, value in kept]
+    events = [step.event for step in run.steps]
+    found = [(event.version, getattr(event, name, event.metrics.get(name))) for event in events]
+    known = [(step, float(value)) for step, value in found if value is not None]
+    return [step for step, _ in known], [value for _, value in known]
 
 
-def _draw_learning(axes: "Axes", history: History) -> None:
+def _draw_learning(axes: "Axes", run: Run) -> None:
     axes.set_title("reward in training, accuracy on held-out rows")
-    steps, rewards = _by_step(history, "reward")
-    held_out = [
-        (event["version"], event["accuracy"]) for event in history["evaluated"] if event["accuracy"] is not None
-    ]
+    steps, rewards = _by_step(run, "reward")
+    held_out = [(event.version, event.accuracy) for event in run.all(Evaluated) if event.accuracy is not None]
     if not steps and not held_out:
         return _nothing(axes)
     if steps:
@@ -141,15 +142,15 @@ def _draw_held_out(axes: "Axes", points: list[tuple[int, float]]) -> None:
         axes.annotate(f"{accuracy:.1%}", (step, accuracy), (0, 7), textcoords="offset points", ha=align, color=_RED)
 
 
-def _draw_staleness(axes: "Axes", history: History, bound: int | None) -> None:
+def _draw_staleness(axes: "Axes", run: Run, bound: int | None) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_title("staleness, in versions")
-    steps, largest = _by_step(history, "staleness_max")
+    steps, largest = _by_step(run, "staleness_max")
     if not steps:
         return _nothing(axes)
     axes.fill_between(steps, largest, step="mid", color=_ORANGE, alpha=0.35, linewidth=0, label="largest in the batch")
-    _line(axes, *_by_step(history, "staleness_mean"), _BLUE, "mean")
+    _line(axes, *_by_step(run, "staleness_mean"), _BLUE, "mean")
     if bound is not None:
         axes.axhline(bound, color=_RED, linestyle="--", linewidth=1.2, label=f"bound {bound}")
     axes.set_ylim(0, max([bound or 0, *largest, 1]) * 1.3)
@@ -171,36 +172,34 @@ def _spread(spans: Sequence[Span], amounts: Sequence[float], edges: Series) -> S
     return np.diff(passed_N)
 
 
-def _train_spans(history: History) -> list[Span]:
-    return [
-        (history.at(event["started"]), history.at(event["started"]) + event["seconds"]) for event in history["trained"]
-    ]
+def _train_spans(run: Run) -> list[Span]:
+    begins = [run.clock.at(step.event.started) for step in run.steps]
+    return [(begin, begin + step.event.seconds) for begin, step in zip(begins, run.steps, strict=True)]
 
 
-def _wait_spans(history: History) -> list[Span]:
-    return [
-        (begin - event["wait_s"], begin)
-        for (begin, _), event in zip(_train_spans(history), history["trained"], strict=True)
-    ]
+def _wait_spans(run: Run) -> list[Span]:
+    spans = zip(_train_spans(run), run.steps, strict=True)
+    return [(begin - step.event.wait_s, begin) for (begin, _), step in spans]
 
 
-def _look_spans(history: History) -> list[Span]:
-    return [(history.at(look.start), history.at(look.end)) for look in history.looks]
+def _stats_spans(run: Run) -> list[Span]:
+    ends = [(run.clock.at(event.time), event.seconds) for event in run.all(Stats)]
+    return [(end - seconds, end) for end, seconds in ends]
 
 
-def _edges(span: Span, history: History) -> Series:
-    num_bins = int(np.clip(len(history["trained"]) / 3, 12, 160))
+def _edges(span: Span, run: Run) -> Series:
+    num_bins = int(np.clip(len(run.steps) / 3, 12, 160))
     return np.linspace(span[0], max(span[1], span[0] + 1e-3), num_bins + 1)
 
 
-def _draw_rates(axes: "Axes", history: History) -> None:
+def _draw_rates(axes: "Axes", run: Run) -> None:
     axes.set_title("tokens per second")
-    if not history.looks and not history["trained"]:
+    if not run.all(Stats) and not run.steps:
         return _nothing(axes)
-    edges = _edges((0.0, history.total_s), history)
+    edges = _edges((0.0, run.clock.total_s), run)
     middles, widths = (edges[1:] + edges[:-1]) / 2, np.diff(edges)
-    generated = _spread(_look_spans(history), [look.generated for look in history.looks], edges) / widths
-    trained = _spread(_train_spans(history), [event["tokens"] for event in history["trained"]], edges) / widths
+    generated = _spread(_stats_spans(run), [event.generated for event in run.all(Stats)], edges) / widths
+    trained = _spread(_train_spans(run), [step.event.tokens for step in run.steps], edges) / widths
     axes.plot(middles, generated, color=_GREEN, linewidth=1.6, label="generated")
     axes.plot(middles, trained, color=_BLUE, linewidth=1.6, label="trained")
     axes.set_ylim(bottom=0)
@@ -210,13 +209,12 @@ def _draw_rates(axes: "Axes", history: History) -> None:
     return None
 
 
-def _draw_lengths(axes: "Axes", history: History) -> None:
+def _draw_lengths(axes: "Axes", run: Run) -> None:
     axes.set_title("tokens per trained completion")
-    lengths = {event["group"]: event["lengths"] for event in history["finished"]}
     rows = [
-        (event["version"], *np.percentile(batch, (10, 50, 90, 100)))
-        for event in history["trained"]
-        if (batch := [length for group in event["groups"] for length in lengths.get(group, [])])
+        (step.event.version, *np.percentile(batch, (10, 50, 90, 100)))
+        for step in run.steps
+        if (batch := [length for group in step.event.groups for length in run.groups[group].lengths])
     ]
     if not rows:
         return _nothing(axes)
@@ -230,9 +228,9 @@ def _draw_lengths(axes: "Axes", history: History) -> None:
     return None
 
 
-def _draw_metric(axes: "Axes", history: History, name: str, colour: str) -> None:
+def _draw_metric(axes: "Axes", run: Run, name: str, colour: str) -> None:
     axes.set_title(name)
-    steps, values = _by_step(history, name)
+    steps, values = _by_step(run, name)
     if not steps:
         return _nothing(axes)
     _line(axes, steps, values, colour, name)
@@ -240,34 +238,34 @@ def _draw_metric(axes: "Axes", history: History, name: str, colour: str) -> None
     return None
 
 
-def _middle_steps(history: History) -> Span:
+def _middle_steps(run: Run) -> Span:
     """The time of a dozen training steps from the middle of the run; all of it when there are fewer."""
-    spans = _train_spans(history)
+    spans = _train_spans(run)
     first = max(0, (len(spans) - _ZOOM_STEPS) // 2)
     chosen = spans[first : first + _ZOOM_STEPS]
-    return (chosen[0][0], chosen[-1][1]) if chosen else (0.0, history.total_s)
+    return (chosen[0][0], chosen[-1][1]) if chosen else (0.0, run.clock.total_s)
 
 
-def _draw_timeline(axes: "Axes", history: History, span: Span, title: str) -> None:
+def _draw_timeline(axes: "Axes", run: Run, span: Span, title: str) -> None:
     """Three lanes on one clock: all engines, trainer, evaluation; new weights are marks between the first two."""
     axes.set_title(title)
-    if not history.looks and not history["trained"]:
+    if not run.all(Stats) and not run.steps:
         return _nothing(axes)
-    num_engines = len({look.engine for look in history.looks}) or 1
-    busy = [look.busy_s / num_engines for look in history.looks]
-    _draw_shares(axes, 2.1, span, [(_look_spans(history), busy, _GREEN, "engine busy")])
-    trainer = [(_train_spans(history), _BLUE, "trainer trains"), (_wait_spans(history), _ORANGE, "trainer waits")]
+    num_engines = len({event.engine for event in run.all(Stats)}) or 1
+    busy = [event.busy_s / num_engines for event in run.all(Stats)]
+    _draw_shares(axes, 2.1, span, [(_stats_spans(run), busy, _GREEN, "engine busy")])
+    trainer = [(_train_spans(run), _BLUE, "trainer trains"), (_wait_spans(run), _ORANGE, "trainer waits")]
     if len(_within(trainer[0][0], span)) > _MOST_BARS:
         stack = [(spans, [end - begin for begin, end in spans], colour, label) for spans, colour, label in trainer]
         _draw_shares(axes, 1.1, span, stack)
     else:
         for spans, colour, label in trainer:
             _draw_bars(axes, 1.1, _within(spans, span), colour, label)
-    _draw_bars(axes, 0.1, _within(_evaluation_spans(history), span), _PURPLE, "evaluation")
-    swaps = [at for event in history["swapped"] if span[0] <= (at := history.at(event.time)) <= span[1]]
+    _draw_bars(axes, 0.1, _within(_evaluation_spans(run), span), _PURPLE, "evaluation")
+    swaps = [at for event in run.all(Swapped) if span[0] <= (at := run.clock.at(event.time)) <= span[1]]
     if len(swaps) <= _MOST_BARS * num_engines:
         axes.plot(swaps, [2.0] * len(swaps), "|", color=_RED, markersize=9, label="new weights")
-    for at in history.resumes:
+    for at in run.clock.resumes:
         axes.axvline(at, color="black", linestyle=":", linewidth=1.2)
         axes.annotate(" resumed", (at, 0.92), fontsize=8, annotation_clip=True)
     axes.set_xlim(*span)
@@ -300,6 +298,6 @@ def _draw_shares(axes: "Axes", bottom: float, span: Span, stack: list[Spent]) ->
         base = top
 
 
-def _evaluation_spans(history: History) -> list[Span]:
-    ends = [(history.at(event.time), event["seconds"]) for event in history["evaluated"]]
+def _evaluation_spans(run: Run) -> list[Span]:
+    ends = [(run.clock.at(event.time), event.seconds) for event in run.all(Evaluated)]
     return [(end - seconds, end) for end, seconds in ends]

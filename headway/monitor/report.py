@@ -1,14 +1,14 @@
 """The report of a run, made from its event log alone: summary.json, a table, and one picture with curves and timeline.
 
-It works on any log with at least one event: of a finished run, of one that still goes on, of one that was killed and
-of one that was resumed. Time in which no process of the run lived counts nowhere.
+It works on any log with at least one event: of a finished run, a live one, one that was killed, one that was resumed.
+Time in which no process of the run lived counts nowhere.
 """
 
 import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,21 @@ from rich.text import Text
 
 from headway.errors import HeadwayError
 from headway.monitor.audit import audit
-from headway.monitor.metrics import rebuild
 from headway.monitor.plot import draw
 from headway.monitor.scaling import Split, estimate
-from headway.monitor.view import clean, duration
-from headway.record.events import Event, TokenCounts
-from headway.record.history import History
-from headway.record.ledger import ledger
-from headway.record.log import EVENTS_NAME, read
-from headway.types import DropReason
+from headway.monitor.text import clean, duration
+from headway.record.events import (
+    Evaluated,
+    ResumeStarted,
+    Retried,
+    Stats,
+    Swapped,
+    TokenCounts,
+    WorkerLost,
+    WorkerRestarted,
+)
+from headway.record.log import EVENTS_NAME, cannot_write
+from headway.record.run import Run
 
 SUMMARY_FILE = "summary.json"
 PICTURE_FILE = "report.png"
@@ -36,7 +42,7 @@ PICTURE_FILE = "report.png"
 
 @dataclass(frozen=True)
 class Lengths:
-    """Sampled tokens per trajectory, by what became of it: long completions that starve would show here."""
+    """Sampled tokens per trajectory, trained or not: long completions that starve would show here."""
 
     sampled_mean: float | None = None
     sampled_p95: float | None = None
@@ -48,7 +54,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to. Seconds are of training alone in `wall_s`, of the processes' whole lives in `total_s`."""
+    """The result of a run. Seconds are of training alone in `wall_s`, of all its incarnations in `total_s`."""
 
     run_dir: str
     status: str
@@ -62,6 +68,7 @@ class Summary:
     eval_after: float | None
     eval_latest: float | None
     eval_num: int
+    eval_num_failed: int  # problems without a verdict, which the accuracy leaves out
     reward_first: float | None
     reward_last: float | None
     tokens_generated: int
@@ -78,10 +85,15 @@ class Summary:
     pause_ms_max: float | None
     num_dropped: int
     dropped: dict[str, int]
+    failures: dict[str, int]  # trajectories without a reward, by cause
+    truncated_share: float | None
+    zero_variance_share: float | None  # of trained groups: all rewards equal
+    stops: dict[str, int]  # trained trajectories by why their last completion stopped
+    warnings: dict[str, str]  # by kind: that a run learns little, and the remedy
     losses: dict[str, int]
     restarts: int
-    continued_requests: int
-    continued_tokens: int
+    retried_requests: int
+    retried_tokens: int
     trainer_busy_share: float | None
     engine_busy_share: float | None
     trainer_wait_s: float
@@ -89,125 +101,122 @@ class Summary:
     split: Split | None
     lengths: Lengths
     audit: tuple[str, ...]  # trained against sampled data
-    ledger: TokenCounts
+    tokens: TokenCounts  # by fate
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
         extra = values.pop("extra")
-        return {**values, "ledger": msgspec.to_builtins(self.ledger), "wall_s_sync": None, **extra}
+        return {**values, "tokens": msgspec.to_builtins(self.tokens), "wall_s_sync": None, **extra}
 
 
-def summarise(events: Sequence[Event], extra: dict[str, Any] | None = None) -> Summary:
-    history = History(events)
-    head = history["run_started"][0].fields if history["run_started"] else {}
-    ended = next((event for life in history.lives[-1:] for event in life if event.kind == "ended"), None)
-    trained = history["trained"]
-    wall_s = sum(end - begin for begin, end in history.training())
-    evaluated = history["evaluated"]
-    before = [event["accuracy"] for event in evaluated if event["label"] == "before"]
-    after = [event["accuracy"] for event in evaluated if event["label"] == "after" and event["version"] >= len(trained)]
-    dropped = Counter(_dropped(history).values())
-    fates = ledger(events)
-    pauses = _present(history["swapped"], "pause_ms")
-    engine_busy_share = _engine_busy_share(history)
-    trainer_wait_s = sum(_present(trained, "wait_s"))
+def summarise(run: Run, extra: dict[str, Any] | None = None) -> Summary:
+    trained = [step.event for step in run.steps]
+    wall_s = sum(end - start for start, end in run.clock.training())
+    evaluated, stats = run.all(Evaluated), run.all(Stats)
+    before = [event.accuracy for event in evaluated if event.label == "before"]
+    after = [event.accuracy for event in evaluated if event.label == "after" and event.version >= run.num_trained]
+    dropped, stops = Counter(run.dropped.values()), sum((step.stops for step in run.steps), Counter[Any]())
+    num_trajectories = sum(step.num_trajectories for step in run.steps)
+    tokens = run.tokens.counts()
+    pauses = [event.pause_ms for event in run.all(Swapped)]
+    engine_busy_share = _engine_busy_share(run)
+    trainer_wait_s = sum(event.wait_s for event in trained)
     tenth = math.ceil(len(trained) / 10)
-    rewards = _present(trained, "reward")
+    rewards = [event.reward for event in trained if event.reward is not None]
+    gaps = [gap for event in trained if (gap := event.metrics.get("logprob_gap_max")) is not None]
+    retried = run.all(Retried)
     return Summary(
-        run_dir=str(head.get("config", {}).get("run", {}).get("dir", "")),
-        status=str(ended["status"]) if ended else "unfinished",
-        cause=str(ended["cause"]) if ended else "",
-        config_hash=str(head.get("config_hash", "")),
+        run_dir=run.directory,
+        status=run.status or "unfinished",
+        cause=run.cause,
+        config_hash=run.config_hash,
         steps=len(trained),
-        resumed=len(history["resumed"]),
+        resumed=len(run.all(ResumeStarted)),
         wall_s=wall_s,
-        total_s=history.total_s,
+        total_s=run.clock.total_s,
         eval_before=before[0] if before else None,
         eval_after=after[-1] if after else None,
-        eval_latest=evaluated[-1]["accuracy"] if evaluated else None,
-        eval_num=evaluated[-1]["num"] if evaluated else 0,
+        eval_latest=evaluated[-1].accuracy if evaluated else None,
+        eval_num=evaluated[-1].num if evaluated else 0,
+        eval_num_failed=evaluated[-1].num_failed if evaluated else 0,
         reward_first=_mean(rewards[:tenth]),
         reward_last=_mean(rewards[-tenth:]),
-        tokens_generated=fates.generated,
-        tokens_trained=fates.trained,
-        goodput=fates.trained / fates.generated if fates.generated else None,
-        recomputed_tokens=fates.recomputed,
-        lost_tokens=fates.lost,
-        staleness_mean=_mean(_present(trained, "staleness_mean")),
-        staleness_max=max(map(int, _present(trained, "staleness_max")), default=None),
-        staleness_bound=head.get("worst_staleness"),
-        parity_max_abs=max(_present(history["swapped"], "parity_max_abs"), default=None),
-        sampled_gap_max_abs=max(_sampled_gaps(history), default=None),
+        tokens_generated=tokens.generated,
+        tokens_trained=tokens.trained,
+        goodput=tokens.trained / tokens.generated if tokens.generated else None,
+        recomputed_tokens=tokens.recomputed,
+        lost_tokens=tokens.lost,
+        staleness_mean=_mean([event.staleness_mean for event in trained]),
+        staleness_max=max((event.staleness_max for event in trained), default=None),
+        staleness_bound=run.worst_staleness,
+        parity_max_abs=max((gap for e in run.all(Swapped) if (gap := e.parity_max_abs) is not None), default=None),
+        sampled_gap_max_abs=max(gaps, default=None),
         pause_ms_mean=_mean(pauses),
         pause_ms_max=max(pauses, default=None),
         num_dropped=dropped.total(),
         dropped=dict(dropped),
-        losses=dict(Counter(str(event["worker"]) for event in history["worker_lost"])),
-        restarts=len(history["worker_restarted"]),
-        continued_requests=sum(event["requests"] for event in history["continued"]),
-        continued_tokens=sum(event["tokens"] for event in history["continued"]),
-        trainer_busy_share=sum(_present(trained, "seconds")) / wall_s if wall_s else None,
+        failures=dict(run.failures.most_common()),
+        truncated_share=_ratio(sum(step.num_truncated for step in run.steps), num_trajectories),
+        zero_variance_share=_ratio(
+            sum(step.num_zero_variance for step in run.steps), sum(step.num_groups for step in run.steps)
+        ),
+        stops={stop.value: num for stop, num in stops.most_common() if stop},
+        warnings={kind: f"since step {found.since}: {found.message}" for kind, found in run.past_warnings.items()},
+        losses=dict(Counter(event.worker for event in run.all(WorkerLost))),
+        restarts=len(run.all(WorkerRestarted)),
+        retried_requests=sum(event.requests for event in retried),
+        retried_tokens=sum(event.tokens for event in retried),
+        trainer_busy_share=sum(event.seconds for event in trained) / wall_s if wall_s else None,
         engine_busy_share=engine_busy_share,
         trainer_wait_s=trainer_wait_s,
-        admission_wait_s=sum(_present(history["stats"], "admission_wait_s")),
-        split=_split(history, trainer_wait_s / wall_s if wall_s else None, engine_busy_share),
-        lengths=_lengths(history),
-        audit=tuple(str(each) for each in audit(history)),
-        ledger=fates.counts(),
+        admission_wait_s=sum(event.admission_wait_s for event in stats),
+        split=_split(run, trainer_wait_s / wall_s if wall_s else None, engine_busy_share),
+        lengths=_lengths(run),
+        audit=tuple(str(each) for each in audit(run)),
+        tokens=tokens,
         extra=extra or {},
     )
-
-
-def _present(events: Iterable[Event], name: str) -> list[float]:
-    """The values of a field where they are numbers; what was not finite is null in the log."""
-    return [event[name] for event in events if event[name] is not None]
 
 
 def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if len(values) else None
 
 
-def _sampled_gaps(history: History) -> list[float]:
-    """What engine and trainer made of the same tokens under the same weights, step by step."""
-    gaps = (event["metrics"].get("logprob_gap_max") for event in history["trained"])
-    return [float(gap) for gap in gaps if gap is not None]
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
-def _dropped(history: History) -> dict[int, str]:
-    """Every group that left untrained, with its reason."""
-    skipped = {group: DropReason.NON_FINITE.value for event in history["skipped"] for group in event["groups"]}
-    return skipped | {group: str(event["reason"]) for event in history["dropped"] for group in event["groups"]}
+def _engine_busy_share(run: Run) -> float | None:
+    spans = run.clock.training()
+    during = [
+        event
+        for event in run.all(Stats)
+        if any(start <= event.time - event.seconds and event.time <= end for start, end in spans)
+    ]
+    seconds = sum(event.seconds for event in during)
+    return sum(event.busy_s for event in during) / seconds if seconds else None
 
 
-def _engine_busy_share(history: History) -> float | None:
-    spans = history.training()
-    looks = [look for look in history.looks if any(begin <= look.start and look.end <= end for begin, end in spans)]
-    seconds = sum(look.seconds for look in looks)
-    return sum(look.busy_s for look in looks) / seconds if seconds else None
-
-
-def _split(history: History, trainer_waited: float | None, engine_busy: float | None) -> Split | None:
-    """Over the engines that the run's last life ended with."""
-    num_engines = len(history.last_stats()[-1]) if history.lives else 0
-    if not num_engines or trainer_waited is None or engine_busy is None:
+def _split(run: Run, trainer_waited: float | None, engine_busy: float | None) -> Split | None:
+    """Over the engines that serve at the end."""
+    if not run.engines or trainer_waited is None or engine_busy is None:
         return None
-    return estimate(num_engines, trainer_waited, engine_busy)
+    return estimate(len(run.engines), trainer_waited, engine_busy)
 
 
-def _lengths(history: History) -> Lengths:
-    sampled = {event["group"]: event["lengths"] for event in history["finished"]}
-    trained = {group for event in history["trained"] for group in event["groups"]}
-    kept = [length for group, lengths in sampled.items() if group in trained for length in lengths]
-    left = [length for group, lengths in sampled.items() if group not in trained for length in lengths]
-    everything = kept + left
+def _lengths(run: Run) -> Lengths:
+    is_trained = [group.is_trained(run.num_trained) for group in run.groups]
+    trained = [n for group, yes in zip(run.groups, is_trained, strict=True) if yes for n in group.lengths]
+    untrained = [n for group, yes in zip(run.groups, is_trained, strict=True) if not yes for n in group.lengths]
+    sampled = trained + untrained
     return Lengths(
-        sampled_mean=_mean(everything),
-        sampled_p95=_percentile(everything, 95),
-        trained_mean=_mean(kept),
-        trained_p95=_percentile(kept, 95),
-        untrained_mean=_mean(left),
-        num_untrained=len(left),
+        sampled_mean=_mean(sampled),
+        sampled_p95=_percentile(sampled, 95),
+        trained_mean=_mean(trained),
+        trained_p95=_percentile(trained, 95),
+        untrained_mean=_mean(untrained),
+        num_untrained=len(untrained),
     )
 
 
@@ -216,24 +225,26 @@ def _percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 def write_report(run_dir: str | Path, extra: dict[str, Any] | None = None) -> Summary:
-    """Make summary.json, metrics.jsonl and report.png of a run from its log; `extra` adds keys to the summary."""
+    """Make summary.json and report.png of a run from its log; `extra` adds keys to the summary."""
     run_dir = Path(run_dir)
-    events = read(run_dir / EVENTS_NAME)
-    if not events:
+    run = Run.read(run_dir)
+    if not run.began:
         raise HeadwayError(f"{run_dir / EVENTS_NAME} holds no events yet; there is nothing to report on")
-    summary = write_summary(run_dir, events, extra)
-    rebuild(events, run_dir)
-    draw(History(events), _headline(summary), summary.staleness_bound, run_dir / PICTURE_FILE)
+    summary = write_summary(run_dir, run, extra)
+    draw(run, _headline(summary), summary.staleness_bound, run_dir / PICTURE_FILE)
     return summary
 
 
-def write_summary(run_dir: Path, events: Sequence[Event], extra: dict[str, Any] | None = None) -> Summary:
+def write_summary(run_dir: Path, run: Run, extra: dict[str, Any] | None = None) -> Summary:
     """Write summary.json. Keys that an earlier summary of the same run was given as `extra` stay."""
-    summary = summarise(events)
+    summary = summarise(run)
     summary = replace(summary, extra={**_earlier_extra(run_dir / SUMMARY_FILE, summary), **(extra or {})})
     unfinished = run_dir / f"{SUMMARY_FILE}.new"
-    unfinished.write_text(json.dumps(summary.to_json(), indent=2) + "\n")
-    os.replace(unfinished, run_dir / SUMMARY_FILE)
+    try:
+        unfinished.write_text(json.dumps(summary.to_json(), indent=2) + "\n")
+        os.replace(unfinished, run_dir / SUMMARY_FILE)
+    except OSError as error:
+        raise cannot_write(run_dir / SUMMARY_FILE, error) from error
     return summary
 
 
@@ -259,9 +270,9 @@ def _earlier_extra(path: Path, summary: Summary) -> dict[str, Any]:
 
 
 def _latest(summary: Summary) -> str:
-    """The accuracy after training, or what was last seen of it in a run that did not come so far."""
+    """The accuracy after training, or the latest of a run that ended earlier."""
     if summary.eval_after is None and summary.eval_latest is not None and summary.eval_latest != summary.eval_before:
-        return f"{_share(summary.eval_latest)} at the last look"
+        return f"{_share(summary.eval_latest)} at the last evaluation"
     return _share(summary.eval_after)
 
 
@@ -272,7 +283,7 @@ def table(summary: Summary) -> Table:
         "status": summary.status + (f": {summary.cause}" if summary.cause else ""),
         "training steps": f"{summary.steps:,}" + (f", resumed {summary.resumed}×" if summary.resumed else ""),
         "training time": f"{duration(summary.wall_s)} of {duration(summary.total_s)} in all",
-        "held-out accuracy": f"{_share(summary.eval_before)} → {_latest(summary)} ({summary.eval_num} rows)",
+        "held-out accuracy": f"{_share(summary.eval_before)} → {_latest(summary)} ({_evaluated(summary)})",
         "reward, first and last tenth": f"{_figure(summary.reward_first)} → {_figure(summary.reward_last)}",
         "tokens generated": f"{summary.tokens_generated:,}",
         "tokens trained": f"{summary.tokens_trained:,} ({_share(summary.goodput)} of those generated)",
@@ -288,9 +299,14 @@ def table(summary: Summary) -> Table:
         "mean completion length": f"sampled {_figure(lengths.sampled_mean)}, trained {_figure(lengths.trained_mean)}, "
         f"untrained {_figure(lengths.untrained_mean)}",
         "trained against sampled": "; ".join(summary.audit) or "–",
+        "truncated": f"{_share(summary.truncated_share)} of trained trajectories; stopped by "
+        + (", ".join(f"{stop} {num:,}" for stop, num in summary.stops.items()) or "–"),
+        "zero variance": f"{_share(summary.zero_variance_share)} of trained groups (equal rewards, no gradient)",
+        "failed trajectories": ", ".join(f"{num:,} {cause}" for cause, num in summary.failures.items()) or "none",
         "groups dropped": ", ".join(f"{num:,} {reason}" for reason, num in summary.dropped.items()) or "none",
         "workers lost": _losses(summary),
-        "tokens by fate": ", ".join(f"{num:,} {fate}" for fate, num in _fates(summary.ledger)),
+        "tokens by fate": ", ".join(f"{num:,} {fate}" for fate, num in _fates(summary.tokens)),
+        **{f"warning: {kind}": message for kind, message in summary.warnings.items()},
         **{name: str(value) for name, value in summary.extra.items() if value is not None},
     }
     made = Table(title=Text(f"headway · {clean(summary.run_dir, 60)}"), title_justify="left", show_header=False)
@@ -301,11 +317,16 @@ def table(summary: Summary) -> Table:
     return made
 
 
+def _evaluated(summary: Summary) -> str:
+    failed = f", {summary.eval_num_failed} more without a verdict" if summary.eval_num_failed else ""
+    return f"{summary.eval_num} problems{failed}"
+
+
 def _losses(summary: Summary) -> str:
     if not summary.losses:
         return "none"
     each = ", ".join(f"{clean(worker, 40)} {num}×" for worker, num in summary.losses.items())
-    brought = f"{summary.continued_requests:,} requests went on elsewhere with {summary.continued_tokens:,} tokens"
+    brought = f"{summary.retried_requests:,} requests retried on other engines with {summary.retried_tokens:,} tokens"
     return f"{each}; restarted {summary.restarts}×; {brought}"
 
 

@@ -1,11 +1,10 @@
-"""What a person sees while a run goes on: a live picture on a terminal, plain lines anywhere else.
+"""What a person sees of a live run: a small table on a terminal, plain lines anywhere else.
 
-A view is told events and phases and draws them; nothing waits for it, and nothing it does can end the run: a view that
-cannot draw says so once and falls silent. Text that comes from models, tasks or configs is cleaned of control
-characters and never read as markup.
+A view shows what a `Run` has folded; nothing waits for it, and nothing it does can end the run: one that cannot draw
+says so once and stops. Text from models, tasks and configs is shown without control characters or markup.
 
 Invariant that lives here:
- 13. Non-blocking generation, with a slow terminal or pipe too: both views write from a thread of their own.
+ 13. Non-blocking generation, a slow terminal or pipe included: both views write from a thread of their own.
 """
 
 import logging
@@ -14,151 +13,110 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
-from rich.constrain import Constrain
 from rich.live import Live
-from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from headway.monitor.metrics import Board
-from headway.record.events import Event, Phase
+from headway.monitor.rates import left_s, rates
+from headway.monitor.text import clean, duration, number, sparkline
+from headway.record import events
+from headway.record.events import Event
+from headway.record.run import Run
 
 REFRESH_S = 0.5
-DROPS_TOLD_EVERY_S = 5.0
-PHASE_TOLD_EVERY_S = 15.0
+DROPS_EVERY_S = 5.0
+PHASE_EVERY_S = 15.0
 CLOSE_DEADLINE_S = 5.0
-NUM_MESSAGES = 4
+NUM_MESSAGES = 5
 MAX_WIDTH = 110
-_SPARKS = "▁▂▃▄▅▆▇█"
 
 Clock = Callable[[], float]
 
 
-def clean(text: object, limit: int = 300) -> str:
-    """One printable line: no control or escape characters, no newlines, not endless."""
-    whole = " ".join(str(text)[: 4 * limit].split())
-    line = "".join(char if char.isprintable() else "?" for char in whole)
-    return line if len(line) <= limit else line[: limit - 1] + "…"
-
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(round(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def number(value: float | None, spec: str) -> str:
-    """A number of the log, where one that was not finite is null."""
-    return "-".rjust(int(spec.split(".")[0] or 1)) if value is None else format(value, spec)
-
-
-def sparkline(values: list[float], width: int) -> str:
-    """The whole series in `width` characters: the mean of each stretch, scaled between the least and the largest."""
-    if not values:
-        return ""
-    width = min(width, len(values))
-    edges = [round(i * len(values) / width) for i in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(means), max(means)
-    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
-
-
 def describe(event: Event) -> str | None:
     """The line a person gets for an event that is worth one, in either view."""
-    match event.kind:
-        case "resumed":
-            lost = f"{event['num_regenerated']} groups generated again, {event['lost_tokens']:,} tokens lost"
-            return f"resumed at step {event['version']} from checkpoint {event['checkpoint_version']}: {lost}"
-        case "evaluated":
-            label, step = event["label"], f"at step {event['version']}"
-            where = f"{label} training" if label in ("before", "after") else step
-            accuracy = number(event["accuracy"], ".1%")
-            return f"held-out accuracy {accuracy} {where} ({event['num']} rows, {event['seconds']:.1f} s)"
-        case "checkpointed":
-            return f"checkpoint of step {event['version']} written ({event['seconds']:.1f} s)"
-        case "checkpoint_failed":
-            cause = clean(event["cause"])
-            return f"checkpoint of step {event['version']} failed, and is tried again at the next occasion: {cause}"
-        case "worker_lost":
-            again = f"; {len(event['groups'])} groups begin again" if event["groups"] else ""
-            return f"lost {clean(event['worker'])}: {clean(event['cause'])}{again}"
-        case "worker_restarted":
-            return f"{clean(event['worker'])} restarted after {event['seconds']:.1f} s"
-        case "warned":
-            return clean(event["message"])
-        case "retried":
-            brought = f"{event['requests']} requests of {clean(event['engine'])} continue on other engines"
-            return f"{brought} with {event['tokens']:,} tokens, within {event['seconds']:.1f} s"
-        case "engine_joined":
-            return f"{clean(event['engine'])} joined at version {event['version']}"
-        case "engine_left":
-            return f"{clean(event['engine'])} left: {clean(event['cause'])}"
-        case "engine_slow":
-            rates = f"{event['tokens_per_s']:.2g} tokens/s a sequence, the others {event['others_per_s']:.2g}"
-            return f"{clean(event['engine'])} is slow: {rates}"
-        case "skipped":
-            return f"step on version {event['version']} skipped: {clean(event['reason'])}"
-        case "ended":
-            return f"run {clean(event['status'])}" + (f": {clean(event['cause'])}" if event["cause"] else "")
+    match event:
+        case events.Resumed():
+            lost = f"{event.num_regenerated} groups generated again, {event.lost_tokens:,} tokens lost"
+            return f"resumed at step {event.version} from checkpoint {event.checkpoint_version}: {lost}"
+        case events.Warned():
+            return event.message
+        case events.Evaluated():
+            return _evaluation(event)
+        case events.Checkpointed():
+            return f"checkpoint of step {event.version} written ({event.seconds:.1f} s)"
+        case events.CheckpointFailed():
+            return f"checkpoint of step {event.version} failed and is retried at the next occasion: {event.cause}"
+        case events.WorkerLost():
+            again = f"; {len(event.groups)} groups are generated again" if event.groups else ""
+            return f"lost {event.worker}: {event.cause}{again}"
+        case events.WorkerRestarted():
+            return f"{event.worker} restarted after {event.seconds:.1f} s"
+        case events.Retried():
+            retried = f"{event.requests} requests of {event.engine} retried on other engines"
+            return f"{retried} with {event.tokens:,} tokens, within {event.seconds:.1f} s"
+        case events.EngineJoined():
+            return f"{event.engine} joined at version {event.version}"
+        case events.EngineLeft():
+            return f"{event.engine} left: {event.cause}"
+        case events.EngineSlow():
+            pace = f"{event.tokens_per_s:.2g} tokens/s a sequence, the others {event.others_per_s:.2g}"
+            return f"{event.engine} is slow: {pace}"
+        case events.Skipped():
+            return f"step on version {event.version} skipped: {event.reason}"
+        case events.Ended():
+            return f"run {event.status}" + (f": {event.cause}" if event.cause else "")
     return None
 
 
-@dataclass(slots=True)
-class _Running:
-    """A phase that is under way."""
-
-    name: str
-    started: float
-    told: float
-    done: int = 0
-    total: int = 0
-
-    def __str__(self) -> str:
-        return self.name + (f" {self.done}/{self.total}" if self.total else "")
+def _evaluation(event: events.Evaluated) -> str:
+    span = f" to {event.version_last}" if event.version_last > event.version else ""
+    where = f"{event.label} training" if event.label in ("before", "after") else f"at step {event.version}{span}"
+    failed = f", {event.num_failed} more without a verdict" if event.num_failed else ""
+    accuracy = number(event.accuracy, ".1%")
+    return f"held-out accuracy {accuracy} {where} ({event.num} problems{failed}, {event.seconds:.1f} s)"
 
 
 class View(ABC):
-    """What both views share: the board, phases, and the promise that drawing never raises into the run."""
+    """What both views share: the lines of events, and the promise that drawing never raises into the run."""
 
-    def __init__(self, stream: TextIO, history: Iterable[Event] = (), clock: Clock = time.time) -> None:
+    def __init__(self, stream: TextIO, clock: Clock = time.time) -> None:
+        self.run = Run()
         self._stream, self._clock = stream, clock
         self._lock = threading.RLock()
         self._broken = False
         self._started = clock()
-        self._phase: _Running | None = None
-        self._drops_told = 0.0
-        self._drops_untold: Counter[str] = Counter()
-        self.board = Board()
-        self._change(lambda: self._remember(history))
+        self._phase_shown = 0.0
+        self._drops_shown = 0.0
+        self._drops: Counter[str] = Counter()
+        self._warned: set[str] = set()
+
+    def follow(self, run: Run) -> None:
+        """Show this run from now on; it must have folded each event before `on_event` gets it."""
+        self.run = run
+        self._warned = set(run.warnings)
 
     def on_event(self, event: Event) -> None:
-        self._change(lambda: self._take(event))
+        """Show an event. Nothing is written under the lock: a stopped terminal must not stop the run."""
+        self._guarded(lambda: self._locked(event))
 
     def message(self, text: str) -> None:
-        """Show one line that is no event, such as a warning."""
-        self._change(lambda: self._say(clean(text)))
+        """Show one line that is no event."""
+        self._guarded(lambda: self._say(clean(text)))
 
     def close(self) -> None:
-        self._change(self._tell_drops)
+        self._guarded(self._say_drops)
 
-    def _change(self, action: Callable[[], None]) -> None:
-        """Change what is to be seen. Nothing is written under the lock: a stopped terminal must not stop the run."""
-
-        def locked() -> None:
-            with self._lock:
-                action()
-
-        self._guarded(locked)
+    def _locked(self, event: Event) -> None:
+        with self._lock:
+            self._take(event)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         if self._broken:
@@ -168,60 +126,45 @@ class View(ABC):
         except Exception as error:  # a closed pipe or a bug in drawing must not end a run
             self._broken = True
             self._give_up()
-            logging.getLogger(__name__).warning(
-                "the view stopped (%s: %s); the run goes on", type(error).__name__, error
-            )
-
-    def _remember(self, history: Iterable[Event]) -> None:
-        for event in history:
-            self.board.on_event(event)
+            cause = f"{type(error).__name__}: {clean(error)}"
+            logging.getLogger(__name__).warning("the view stopped (%s); the run goes on", cause)
 
     def _take(self, event: Event) -> None:
-        self.board.on_event(event)
         line = describe(event)
-        if isinstance(event, Phase):
-            self._on_phase(event, clean(event.name))
-        if event.kind == "dropped":
-            self._drops_untold[str(event["reason"])] += len(event["groups"])
-        if event.kind == "ended" or self._clock() - self._drops_told >= DROPS_TOLD_EVERY_S:
-            self._tell_drops()
+        if isinstance(event, events.Dropped):
+            self._drops[event.reason] += len(event.groups)
+        if isinstance(event, events.Ended) or self._clock() - self._drops_shown >= DROPS_EVERY_S:
+            self._say_drops()
         if line is not None:
-            self._say(line)
+            self._say(clean(line, 400))
+        if isinstance(event, events.Phase):
+            self.run.phase = event if event.state in ("started", "progress") else None
+            self._say_phase(event)
+        if isinstance(event, events.Trained):
+            self._say_warnings()
 
-    def _tell_drops(self) -> None:
-        """Drops can come by the thousand when a verifier is broken, so they are told together."""
-        for reason, num_groups in self._drops_untold.items():
-            total = self.board.dropped.total()
-            self._say(f"dropped {num_groups} group{'s' * (num_groups != 1)}: {clean(reason)} ({total:,} in all)")
-            self._drops_told = self._clock()
-        self._drops_untold.clear()
+    def _say_warnings(self) -> None:
+        for kind in self.run.warnings.keys() - self._warned:
+            self._say(clean(f"warning: {self.run.warnings[kind].message}", 400))
+        self._warned = set(self.run.warnings)
 
-    def _on_phase(self, event: Phase, name: str) -> None:
-        match event.state:
-            case "started":
-                self._phase_start(name)
-            case "progress":
-                self._phase_progress(name, event.done, event.total)
-            case "finished":
-                self._phase_end(name, "done")
-            case _:
-                self._phase_end(name, "failed")
+    def _say_drops(self) -> None:
+        """Drops can come by the thousand when a verifier is broken, so they are shown together."""
+        for reason, num_groups in self._drops.items():
+            plural = "s" * (num_groups != 1)
+            cause = "".join(f", {clean(cause, 40)} {num:,}" for cause, num in self.run.failures.most_common(3))
+            self._say(f"dropped {num_groups} group{plural}: {clean(reason)} ({len(self.run.dropped):,} in all{cause})")
+            self._drops_shown = self._clock()
+        self._drops.clear()
 
-    def _phase_start(self, name: str) -> None:
-        now = self._clock()
-        self._phase = _Running(name, now, now)
-
-    def _phase_progress(self, name: str, done: int, total: int) -> None:
-        if self._phase is not None and self._phase.name == name:
-            self._phase.done, self._phase.total = done, total
-
-    def _phase_end(self, name: str, how: str) -> None:
-        if self._phase is not None and self._phase.name == name:
-            self._say(f"{name}: {how} in {self._clock() - self._phase.started:.1f} s")
-            self._phase = None
+    def _say_phase(self, event: events.Phase) -> None:
+        if event.state in ("finished", "failed"):
+            how = "done" if event.state == "finished" else "failed"
+            self._say(f"{clean(event.name)}: {how} in {event.seconds:.1f} s")
 
     @abstractmethod
-    def _say(self, line: str) -> None: ...
+    def _say(self, line: str) -> None:
+        """Show a line; text in it that is not ours is clean already."""
 
     @abstractmethod
     def _give_up(self) -> None: ...
@@ -230,8 +173,8 @@ class View(ABC):
 class PlainView(View):
     """One line for each training step and each thing worth a line, behind the time since the start."""
 
-    def __init__(self, stream: TextIO, history: Iterable[Event] = (), clock: Clock = time.time) -> None:
-        super().__init__(stream, history, clock)
+    def __init__(self, stream: TextIO, clock: Clock = time.time) -> None:
+        super().__init__(stream, clock)
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_lines, name="view", daemon=True)
         self._thread.start()
@@ -257,49 +200,47 @@ class PlainView(View):
         self._lines.put(f"{duration(self._clock() - self._started):>8}  {line}")
 
     def _take(self, event: Event) -> None:
-        super()._take(event)
-        if event.kind == "run_started":
-            self._say(f"run {clean(self.board.run_dir)}: {self.board.num_steps} steps, {_bound(self.board)}")
-        if event.kind == "trained":
+        if isinstance(event, events.RunStarted):
+            self._say(f"run {clean(self.run.directory)}: {self.run.num_steps} steps, {_bound(self.run)}")
+        if isinstance(event, events.Trained):
             self._say(self._step_line(event))
-        self._tell_phase()
+        super()._take(event)
 
-    def _step_line(self, event: Event) -> str:
-        board = self.board
-        width = len(str(board.num_steps))
-        left = board.left_s(self._clock())
+    def _step_line(self, event: events.Trained) -> str:
+        run, recent, now = self.run, rates(self.run), self._clock()
+        left, shares = left_s(run, now), run.steps[-1].metrics
         cells = [
-            f"step {board.step:>{width}}/{board.num_steps}",
-            f"reward {number(event['reward'], '6.3f')}",
-            f"stale {number(event['staleness_mean'], '4.1f')} max {number(event['staleness_max'], '2.0f')}",
-            f"gen {board.generated_per_s:>7,.0f} tok/s",
-            f"train {board.trained_per_s:>7,.0f} tok/s",
-            f"waited {event['wait_s']:5.1f} s",
+            f"step {run.num_trained:>{len(str(run.num_steps))}}/{run.num_steps}",
+            f"reward {number(event.reward, '6.3f')}",
+            f"stale {event.staleness_mean:4.1f} max {event.staleness_max:2}",
+            f"cut {shares['truncated_share']:4.0%}",
+            f"flat {shares['zero_variance_share']:4.0%}",
+            f"gen {recent.generated_per_s:>7,.0f} tok/s",
+            f"train {recent.trained_per_s:>7,.0f} tok/s",
+            f"waited {event.wait_s:5.1f} s",
             f"left {duration(left) if left is not None else '?':>7}",
         ]
         return "  ".join(cells)
 
-    def _phase_start(self, name: str) -> None:
-        super()._phase_start(name)
-        self._say(f"{name} ...")
-
-    def _phase_progress(self, name: str, done: int, total: int) -> None:
-        super()._phase_progress(name, done, total)
-        self._tell_phase()
-
-    def _tell_phase(self) -> None:
-        phase, now = self._phase, self._clock()
-        if phase is not None and now - phase.told >= PHASE_TOLD_EVERY_S:
-            phase.told = now
-            self._say(f"{phase} ... {duration(now - phase.started)} so far")
+    def _say_phase(self, event: events.Phase) -> None:
+        super()._say_phase(event)
+        if event.state == "started":
+            self._phase_shown = self._clock()
+            self._say(f"{clean(event.name)} ...")
+        elif event.state == "progress" and self._clock() - self._phase_shown >= PHASE_EVERY_S:
+            self._phase_shown = self._clock()
+            self._say(f"{_phase(event)} ... {duration(event.seconds)} so far")
 
 
-def _bound(board: Board) -> str:
-    if board.eta is None:
-        return "staleness unknown"
-    if board.worst_staleness is None:
-        return f"η {board.eta}, staleness without bound"
-    return f"η {board.eta}, staleness at most {board.worst_staleness}"
+def _phase(event: events.Phase) -> str:
+    return clean(event.name) + (f" {event.done}/{event.total}" if event.total else "")
+
+
+def _bound(run: Run) -> str:
+    eta = run.config.get("staleness", {}).get("max_staleness", "?")
+    if run.worst_staleness is None:
+        return f"η {eta}, staleness without bound"
+    return f"η {eta}, staleness at most {run.worst_staleness}"
 
 
 class _Console(Console):
@@ -309,10 +250,10 @@ class _Console(Console):
 
 
 class LiveView(View):
-    """A picture of at most 23 lines by 80 columns, redrawn twice a second by a thread of its own."""
+    """A table of at most 20 lines, redrawn twice a second by a thread."""
 
-    def __init__(self, stream: TextIO, history: Iterable[Event] = (), clock: Clock = time.time) -> None:
-        super().__init__(stream, history, clock)
+    def __init__(self, stream: TextIO, clock: Clock = time.time) -> None:
+        super().__init__(stream, clock)
         self._messages: deque[str] = deque(maxlen=NUM_MESSAGES)
         self._console = _Console(file=stream, markup=False, highlight=False, emoji=False)
         self._live = Live(get_renderable=self.picture, console=self._console, auto_refresh=False)
@@ -327,16 +268,15 @@ class LiveView(View):
 
     def close(self) -> None:
         super().close()
-        if not self._closing.is_set():
-            self._closing.set()
-            self._thread.join(CLOSE_DEADLINE_S)
-            if (
-                not self._thread.is_alive()
-            ):  # else the terminal takes no more characters, and stopping would wait for it
-                self._guarded(self._live.stop)
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._thread.join(CLOSE_DEADLINE_S)
+        if not self._thread.is_alive():  # else the terminal takes no more characters, and stopping would wait for it
+            self._guarded(self._live.stop)
 
     def _give_up(self) -> None:
-        """Hand the terminal and the standard streams back."""
+        """Give the terminal and the standard streams back."""
         with suppress(Exception):
             self._live.stop()
 
@@ -344,133 +284,100 @@ class LiveView(View):
         self._messages.append(f"{duration(self._clock() - self._started):>7}  {line}")
 
     def picture(self) -> RenderableType:
-        """What is drawn now: 23 lines, no wider than the terminal."""
+        """What is drawn now, no wider than the terminal."""
         with self._lock:
-            parts = Group(self._header(), self._middle(), self._shares(), self._recent_messages())
-        return Constrain(parts, MAX_WIDTH)
+            body = Table.grid(padding=(0, 1))
+            for _ in range(2):
+                body.add_column(no_wrap=True, width=10, style="dim")
+                body.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+            body.expand, body.width = True, min(MAX_WIDTH, self._console.width)
+            for left, right in zip(self._learning(), self._flow(), strict=True):
+                body.add_row(*(Text(cell) for cell in (*left, *right)))
+            lines = [*self._messages, *[""] * (NUM_MESSAGES - len(self._messages))]
+            messages = (Text(line, no_wrap=True, overflow="ellipsis") for line in lines)
+            return Group(self._header(), self._state(), Text(""), body, Text(""), *messages)
 
     def _header(self) -> RenderableType:
-        board, now = self.board, self._clock()
-        left = board.left_s(now)
-        bar = Table.grid(expand=True, padding=(0, 1))
+        run, now = self.run, self._clock()
+        left = left_s(run, now)
+        bar = Table.grid(padding=(0, 1))
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True, justify="right")
-        share = board.step / board.num_steps if board.num_steps else 0.0
+        bar.expand, bar.width = True, min(MAX_WIDTH, self._console.width)
+        share = run.num_trained / run.num_steps if run.num_steps else 0.0
         times = f"{share:4.0%}  {duration(now - self._started)} elapsed"
         times += f"  {duration(left)} left" if left is not None else ""
-        bar.add_row(
-            Text(f"step {board.step} of {board.num_steps or '?'}", style="bold"),
-            ProgressBar(total=board.num_steps or 1, completed=board.step),
-            Text(times),
-        )
-        rows = Table.grid(expand=True)
-        rows.add_row(bar)
-        rows.add_row(self._state(now))
-        title = "headway" + (f" · {clean(board.run_dir, 50)}" if board.run_dir else "")
-        return _panel(rows, title)
+        title = f"headway · {clean(run.directory, 30)} · " if run.directory else "headway · "
+        step = f"step {run.num_trained} of {run.num_steps or '?'}"
+        progress = ProgressBar(total=run.num_steps or 1, completed=run.num_trained)
+        bar.add_row(Text(title + step, style="bold"), progress, Text(times))
+        return bar
 
-    def _state(self, now: float) -> Text:
-        ended = self.board.ended
-        if ended is not None:
-            state, style = describe(ended) or "", "green" if ended["status"] == "finished" else "bold red"
-        elif self._phase is not None:
+    def _state(self) -> Text:
+        run, now = self.run, self._clock()
+        if run.status:
+            state, style = f"run {clean(run.status)}", "green" if run.status == "finished" else "bold red"
+            state += f": {clean(run.cause)}" if run.cause else ""
+        elif (phase := run.phase) is not None:
             spinner = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"[int(now / REFRESH_S) % 10]
-            state, style = f"{spinner} {self._phase}, {duration(now - self._phase.started)}", "yellow"
+            seconds = now - (phase.time - phase.seconds)
+            state, style = f"{spinner} {_phase(phase)}, {duration(seconds)}", "yellow"
+        elif run.warnings:
+            state, style = "; ".join(f"warning: {found.message}" for found in list(run.warnings.values())), "yellow"
         else:
-            state, style = "training" if self.board.trained else "waiting for the first batch", "dim"
+            state, style = "training" if run.steps else "waiting for the first batch", "dim"
         return Text(state, style=style, no_wrap=True, overflow="ellipsis")
 
-    def _middle(self) -> RenderableType:
-        sides = Table.grid(expand=True)
-        sides.add_column(ratio=1)
-        sides.add_column(ratio=1)
-        sides.add_row(_panel(_rows(self._learning()), "learning"), _panel(_rows(self._flow()), "flow"))
-        return sides
-
     def _learning(self) -> list[tuple[str, str]]:
-        board = self.board
-        last = board.trained[-1] if board.trained else None
-        metrics: dict[str, float] = last["metrics"] if last else {}
-        reward = f"{number(last['reward'], '.3f')}  {sparkline(board.rewards, 18)}" if last else "-"
-        latest, before = board.evaluated, board.before
-        held_out = f"{number(latest['accuracy'], '.1%')} at step {latest['version']}" if latest else "-"
-        stale = (
-            f"mean {number(last['staleness_mean'], '.1f')}, max {number(last['staleness_max'], '.0f')}" if last else "-"
-        )
+        run = self.run
+        last = run.steps[-1] if run.steps else None
+        metrics = {**last.event.metrics, **last.metrics} if last else {}
+        rewards = [step.event.reward for step in run.steps if step.event.reward is not None]
+        evaluated = run.all(events.Evaluated)
+        before = next((event for event in evaluated if event.label == "before"), None)
+        event = last.event if last else None
         return [
-            ("reward", reward),
-            ("held-out", held_out),
-            ("  before", f"{number(before['accuracy'], '.1%')} of {before['num']}" if before else "-"),
-            ("staleness", stale),
-            ("  bound", _bound(board).replace("staleness ", "")),
-            ("loss", number(metrics.get("loss"), ".4f")),
-            ("entropy", number(metrics.get("entropy"), ".3f")),
+            ("reward", f"{number(event.reward, '.3f')}  {sparkline(rewards, 18)}" if event else "-"),
+            ("held-out", _accuracy(evaluated[-1]) if evaluated else "-"),
+            ("  before", _accuracy(before) if before else "-"),
+            ("staleness", f"mean {event.staleness_mean:.1f}, max {event.staleness_max}" if event else "-"),
+            ("  bound", _bound(run).replace("staleness ", "")),
+            ("truncated", number(metrics.get("truncated_share"), ".0%")),
+            ("zero var", f"{number(metrics.get('zero_variance_share'), '.0%')} of groups"),
+            ("failed", ", ".join(f"{num:,} {clean(cause, 40)}" for cause, num in run.failures.most_common(3)) or "0"),
+            ("entropy", f"{number(metrics.get('entropy'), '.3f')}, loss {number(metrics.get('loss'), '.4f')}"),
         ]
 
     def _flow(self) -> list[tuple[str, str]]:
-        board = self.board
-        stats = board.waits[-1] if board.waits else None
-        total, used = board.over_engines("kv_total"), board.over_engines("kv_used")
-        reasons = ", ".join(f"{num_groups:,} {clean(reason, 40)}" for reason, num_groups in board.dropped.most_common())
-        pauses = board.pauses
-        pause = f"last {pauses[-1]:.1f} ms, mean {sum(pauses) / len(pauses):.1f} ms" if pauses else "-"
-        engines = f"{len(board.engines)} engines" if len(board.engines) > 1 else "engine"
+        run, recent = self.run, rates(self.run)
+        serving = list(run.engines.values())
+        last = max(serving, key=lambda stats: stats.seq, default=None)
+        used, total = sum(stats.kv_used for stats in serving), sum(stats.kv_total for stats in serving)
+        sequences = sum(stats.running for stats in serving), sum(stats.waiting for stats in serving)
+        pauses = [event.pause_ms for event in run.all(events.Swapped)]
+        dropped = Counter(run.dropped.values()).most_common()
         return [
-            ("generated", f"{board.generated_per_s:,.0f} tokens/s"),
-            ("trained", f"{board.trained_per_s:,.0f} tokens/s"),
-            ("groups", f"{stats['inflight']} in flight, {stats['ready']} ready" if stats else "-"),
-            (engines, f"{board.over_engines('running')} running, {board.over_engines('waiting')} waiting"),
+            ("generated", f"{recent.generated_per_s:,.0f} tokens/s"),
+            ("trained", f"{recent.trained_per_s:,.0f} tokens/s"),
+            ("groups", f"{last.inflight} in flight, {last.ready} ready" if last else "-"),
+            (f"{len(serving)} engines" if len(serving) > 1 else "engine", "{} running, {} waiting".format(*sequences)),
             ("kv used", f"{used / total:.0%} of {total:,} tokens" if total else "-"),
-            ("pause", pause),
-            ("dropped", reasons or "nothing"),
+            ("pause", f"last {pauses[-1]:.1f} ms, mean {sum(pauses) / len(pauses):.1f} ms" if pauses else "-"),
+            ("busy", f"engines {recent.engine_busy:.0%}, trainer {recent.trainer_busy:.0%}"),
+            ("waiting", f"trainer {recent.trainer_wait:.0%}, admission {recent.admission_wait:.0%}"),
+            ("dropped", ", ".join(f"{num:,} {clean(reason, 40)}" for reason, num in dropped) or "nothing"),
         ]
 
-    def _shares(self) -> RenderableType:
-        board = self.board
-        table = Table.grid(expand=True, padding=(0, 1))
-        for _ in range(2):
-            table.add_column(no_wrap=True)
-            table.add_column(ratio=1)
-            table.add_column(no_wrap=True, justify="right", width=5)
-        shares = [
-            ("engine busy", board.engine_busy_share),
-            ("generation waits to be admitted", board.wait_share("admission_wait_s")),
-            ("trainer busy", board.trainer_busy_share),
-            ("trainer waits for groups", board.wait_share("trainer_wait_s")),
-        ]
-        cells: list[Any] = []
-        for name, share in shares:
-            bar = ProgressBar(total=1.0, completed=share, complete_style="cyan", finished_style="cyan")
-            cells += [Text(name), bar, Text(f"{min(share, 1.0):.0%}")]
-        table.add_row(*cells[:6])
-        table.add_row(*cells[6:])
-        return _panel(table, "who waits for whom")
 
-    def _recent_messages(self) -> RenderableType:
-        lines = [*self._messages, *[""] * (NUM_MESSAGES - len(self._messages))]
-        return _panel(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"), "messages")
+def _accuracy(event: events.Evaluated) -> str:
+    where = "" if event.label == "before" else f" at step {event.version}"
+    failed = f", {event.num_failed} without verdict" if event.num_failed else ""
+    return f"{number(event.accuracy, '.1%')}{where} of {event.num}{failed}"
 
 
-def _rows(rows: list[tuple[str, str]]) -> Table:
-    table = Table.grid(padding=(0, 1))
-    table.add_column(no_wrap=True, width=10)
-    table.add_column(no_wrap=True, overflow="ellipsis")
-    for name, value in rows:
-        table.add_row(Text(name, style="dim"), Text(value, overflow="ellipsis", no_wrap=True))
-    return table
-
-
-def _panel(body: RenderableType, title: str) -> RenderableType:
-    return Panel(body, title=Text(title), title_align="left", border_style="dim", padding=(0, 1))
-
-
-def open_view(stream: TextIO, history: Iterable[Event] = (), clock: Clock = time.time) -> View:
-    """The live view on a terminal that can draw it, plain lines on anything else.
-
-    `history` holds the events of earlier lives of a resumed run: they are counted, not told again.
-    """
-
+def open_view(stream: TextIO, clock: Clock = time.time) -> View:
+    """The live view on a terminal that can draw it, plain lines on anything else."""
     console = Console(file=stream)
     drawable = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
-    return LiveView(stream, history, clock) if drawable else PlainView(stream, history, clock)
+    return LiveView(stream, clock) if drawable else PlainView(stream, clock)

@@ -1,6 +1,7 @@
-"""The append-only event log, the binary record of trajectories, and the folds that read them.
+"""The append-only event log, the binary record of trajectories, and the single fold that reads them.
 
 Only the controller writes. `events` defines every kind of event, `log` appends and reads them, `phases` announces work
-that takes time and `stats` turns engine counters into differences. `shards` holds the trajectories. `ledger` folds the
-log into the state that a resume starts from and the fate of every token; `history` puts the events on one clock.
+that takes time and `stats` turns engine counters into differences. `shards` holds the trajectories. `run` folds the log
+once, for everything that reads it: with `tokens` (the fate of every generated token), `clock` (a run's incarnations on
+one time axis), `steps` and `health` (warnings about a run that learns little).
 """

@@ -34,14 +34,6 @@ class Event(
     def kind(self) -> str:
         return str(self.__struct_config__.tag)
 
-    def __getitem__(self, field: str) -> Any:
-        return getattr(self, field)
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        names = [name for name in self.__struct_fields__ if name not in ("seq", "time")]
-        return {name: getattr(self, name) for name in names}
-
 
 class RunStarted(Event, frozen=True, kw_only=True):
     """The first event of every run."""
@@ -117,6 +109,11 @@ class FailedTrajectory(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fie
     trajectory: int
     reason: str
     tokens: int
+
+    @property
+    def cause(self) -> str:
+        """The kind of failure: the reason without what makes each one different."""
+        return self.reason.partition(":")[0].strip()[:40] or "unknown"
 
     @classmethod
     def of(cls, group: Group) -> "tuple[FailedTrajectory, ...]":

@@ -18,8 +18,8 @@ from chaos.scenario import BATCH_GROUPS, FAULTS_PER_RUN, NUM_STEPS, STEPS_PER_FA
 from chaos.verdict import problems_of, problems_of_the_end
 from headway.config import Config, load
 from headway.record.events import Event
-from headway.record.ledger import fold
 from headway.record.log import read
+from headway.record.run import fold
 
 TASK = """
 import json, os, time

@@ -32,7 +32,7 @@ from chaos.scenario import FAULTS_PER_RUN, LOTS, Scenario, draw, draw_run, draw_
 from chaos.verdict import problems_of, problems_of_the_end
 from headway.config import Config
 from headway.model.loading import load_config
-from headway.record.events import Event
+from headway.record.events import Event, TokenCounts
 from headway.record.log import read
 
 ALL = set(LOTS)
@@ -173,7 +173,7 @@ def test_a_run_that_did_not_come_to_its_end_or_to_other_weights_is_found_out(pla
     config, _ = played
     events = events_of(config)
     assert problems_of_the_end(config, events[:-1])
-    assert problems_of_the_end(config, doctored(events, "ended", status="failed", cause="x", ledger={}))
+    assert problems_of_the_end(config, doctored(events, "ended", status="failed", cause="x", tokens=TokenCounts()))
     assert any("the outcome" in problem for problem in problems_of_the_end(config, events, "other"))
 
 

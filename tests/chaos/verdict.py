@@ -9,7 +9,7 @@ from system import check_admissions, check_fates, check_finished, check_prompts,
 from headway.config import Config
 from headway.errors import HeadwayError
 from headway.record.events import Event
-from headway.record.ledger import RunState, fold
+from headway.record.run import Run, fold
 from headway.record.shards import Record
 from headway.types import Batch, Group
 
@@ -65,17 +65,17 @@ def check_groups(config: Config, events: list[Event], directory: Path, vocab_siz
     """Every group that the log calls finished lies in the record, whole and possible, as old as the log says."""
     state = fold(events)
     record = Record(directory / "record")
-    groups = {group: record.load(where) for group, where in state.finished.items()}
+    groups = {group.id: record.load(group.ref) for group in state.groups if group.ref}
     finished = {event.group: event for event in events if event.kind == "finished"}
     for group_id, group in groups.items():
         assert group.id == group_id, f"the bytes of group {group_id} are those of {group.id}"
         assert group.num_sampled == finished[group_id].tokens, f"group {group_id} holds another number of tokens"
-        assert group.prompt_index == state.admitted[group_id].prompt, f"group {group_id} answers another prompt"
+        assert group.prompt_index == state.groups[group_id].prompt, f"group {group_id} answers another prompt"
         _check_group(group, vocab_size, state)
     _check_staleness(config, events, groups)
 
 
-def _check_group(group: Group, vocab_size: int, state: RunState) -> None:
+def _check_group(group: Group, vocab_size: int, state: Run) -> None:
     for trajectory in group.trajectories:
         for sequence in trajectory.sequences:
             sampled = sequence.loss_mask > 0

@@ -27,8 +27,8 @@ from headway.engine.fake import FakeEngine
 from headway.engine.protocol import KvPolicy
 from headway.errors import DeadlineExceeded, InvariantBroken, RunFailed, WeightMismatch
 from headway.record.events import Event
-from headway.record.ledger import fold
 from headway.record.log import read
+from headway.record.run import fold
 from headway.record.shards import RunLog
 from headway.rollout.worker import RolloutWorker
 from headway.runtime.inline import InlineRuntime
@@ -151,7 +151,7 @@ def test_invariants_1_and_2_eq_3_holds_at_every_admission_and_nothing_vanishes(
     state = check_finished(stage.config, events)
     given_to_trainer = [tuple(group.id for group in batch.groups) for batch in stage.trainer.batches]
     assert given_to_trainer == [groups for _, groups in state.batches]
-    assert {admitted.eta for admitted in state.admitted.values()} == {case.eta}
+    assert {group.eta for group in state.groups} == {case.eta}
     limit = stage.config.rollout.max_groups
     assert not limit or most_waiting(events) < limit + case.batch
 

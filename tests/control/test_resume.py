@@ -28,7 +28,7 @@ from headway.config import Config, load
 from headway.control.resume import replay
 from headway.errors import ConfigError, HeadwayError
 from headway.record.events import Event
-from headway.record.ledger import fold
+from headway.record.run import fold
 from headway.training.batches import MicroBatch
 from headway.training.trainer import Trainer
 

@@ -15,7 +15,7 @@ from headway import launch
 from headway.control.resume import replay
 from headway.errors import ConfigError
 from headway.monitor.view import PlainView
-from headway.record.ledger import fold
+from headway.record.run import fold
 
 
 def test_12_a_resume_takes_other_knobs_and_replay_honours_them(tmp_path: Path, tiny_model: str) -> None:

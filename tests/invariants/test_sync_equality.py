@@ -17,8 +17,8 @@ from headway.model.loading import build_model
 from headway.model.tokenizer import build_character_tokenizer
 from headway.monitor.view import open_view
 from headway.record.events import Event
-from headway.record.ledger import fold
 from headway.record.log import read
+from headway.record.run import fold
 from headway.record.shards import Record
 from headway.training.checkpoint import save_model
 
@@ -73,7 +73,7 @@ def test_invariant_4_eta_zero_equals_the_synchronous_loop_bit_for_bit(
     trained = [event for event in events if event.kind == "trained"]
     assert len(trained) == len(expected) == config.run.steps
     for event, step in zip(trained, expected, strict=True):
-        groups = tuple(record.load(state.finished[group]) for group in event.groups)
+        groups = tuple(record.load(state.ref(group)) for group in event.groups)
         assert codec.encode(groups) == codec.encode(step.batch.groups)
         assert event.metrics["loss"] == step.report.metrics["loss"]
         assert event.digest == step.digest

@@ -4,97 +4,88 @@ import threading
 from pathlib import Path
 
 import pytest
-from synthetic import START, SyntheticRun, finished_run
+from synthetic import START, SyntheticRun, blank, finished_run
+from test_view import plain_lines
 
 from headway.config import MetricsSection
 from headway.errors import ConfigError
-from headway.monitor.metrics import METRICS_FILE, Board, Metrics, Points, rebuild
-from headway.record.events import Event
-
-QUIET = MetricsSection(tensorboard=False)
-
-
-def lines(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / METRICS_FILE).read_text().splitlines()]
+from headway.monitor.metrics import Metrics, Point, point_of
+from headway.monitor.rates import left_s, rates
+from headway.monitor.report import summarise
+from headway.record.events import Event, FailedTrajectory
+from headway.record.run import Run, fold
+from headway.types import StopReason
 
 
-def write_all(run_dir: Path, events: list[Event], section: MetricsSection = QUIET, **options) -> list[str]:
+def write_all(run_dir: Path, events: list[Event], section: MetricsSection, run: Run | None = None) -> list[str]:
     complaints: list[str] = []
-    metrics = Metrics(run_dir, section, complain=complaints.append, **options)
+    run = run or Run()
+    metrics = Metrics(run_dir, section, run, complain=complaints.append)
     for event in events:
+        run.on_event(event)
         metrics.on_event(event)
     metrics.close()
     return complaints
 
 
-def test_each_step_evaluation_swap_and_look_becomes_one_flat_line(tmp_path):
+def points(events: list[Event]) -> list[Point]:
+    run, found = Run(), []
+    for event in events:
+        run.on_event(event)
+        found.append(point_of(event, run))
+    return [point for point in found if point is not None]
+
+
+def test_each_step_evaluation_swap_and_stats_event_becomes_one_point():
     events = finished_run(steps=6)
-    assert write_all(tmp_path, events) == []
-    written = lines(tmp_path)
-    kinds = ("trained", "evaluated", "swapped", "stats")
-    assert [line["seq"] for line in written] == [event.seq for event in events if event.kind in kinds]
-    trained = [line for line in written if line["kind"] == "trained"]
-    assert [line["step"] for line in trained] == [1, 2, 3, 4, 5, 6]
-    assert all({"time", "reward", "loss", "entropy", "tokens", "trained_per_s"} <= set(line) for line in trained)
-    texts = ("kind", "engine", "label")
-    assert all(isinstance(value, int | float) for line in written for key, value in line.items() if key not in texts)
+    found = points(events)
+    assert len(found) == sum(event.kind in ("trained", "evaluated", "swapped", "stats") for event in events)
+    trained = [point for point in found if "trained/loss" in point.scalars]
+    assert [point.step for point in trained] == [1, 2, 3, 4, 5, 6]
+    expected = {
+        f"trained/{name}" for name in ("reward", "loss", "entropy", "tokens", "trained_per_s", "truncated_share")
+    }
+    assert all(expected <= set(point.scalars) for point in trained)
+    assert not any(tag.endswith(("/seq", "/time", "/version")) for point in found for tag in point.scalars)
 
 
-def test_rates_come_from_differences_of_an_engines_counters_and_start_anew_after_a_crash(tmp_path):
-    run = SyntheticRun(steps=4)
-    run.step()
-    run.step()
-    run.crash()
-    run.step()
-    points = list(Points().over(run.events))
-    looks = [point for point in points if point.kind == "stats"]
-    counts = [event for event in run.events if event.kind == "stats"]
-    expected = (counts[1]["num_generated"] - counts[0]["num_generated"]) / (counts[1].time - counts[0].time)
-    assert looks[1].numbers["generated_per_s"] == pytest.approx(expected)
-    resumed = next(event for event in run.events if event.kind == "resumed")
-    assert looks[2].numbers["generated_per_s"] == pytest.approx(
-        counts[2]["num_generated"] / (counts[2].time - resumed.time)
-    )
+def test_failures_truncation_stop_reasons_and_equal_rewards_are_metrics():
+    run = SyntheticRun(steps=2, batch=2)
+    run.admit()
+    stops = (StopReason.STOP, StopReason.LENGTH, StopReason.CONTEXT)
+    failures = (FailedTrajectory(3, "verifier: down", 7),)
+    for group, rewards in ((0, (1.0, 1.0, 1.0)), (1, (0.0, 1.0, 1.0))):
+        run.add("finished", group=group, shard="s", offset=0, num_bytes=1, checksum="0", lengths=(5, 5, 5),
+                rewards=rewards, stops=stops, failures=failures, oldest=0, newest=0, seconds=1.0)  # fmt: skip
+    run.add("taken", version=0, groups=(0, 1))
+    run.events.append(blank("trained", seq=len(run.events), version=1, groups=(0, 1), tokens=30))
+    scalars = points(run.events)[-1].scalars
+    assert scalars["trained/truncated_share"] == pytest.approx(2 / 3)
+    assert scalars["trained/zero_variance_share"] == 0.5 and scalars["trained/failed_share"] == 0.25
+    assert scalars["trained/stop_length"] == pytest.approx(1 / 3)
+    text = "\n".join(plain_lines(run.events))
+    assert "cut  67%" in text and "flat  50%" in text
+    summary = summarise(fold(run.events))
+    assert summary.failures == {"verifier": 2} and summary.zero_variance_share == 0.5
+    assert summary.stops == {"stop": 2, "length": 2, "context": 2}
 
 
-def test_two_engines_do_not_mix_their_counters_or_their_tags():
+def test_two_engines_do_not_mix_their_tags():
     run = SyntheticRun(steps=2)
-    for engine in ("engine_left", "right", "engine_left", "right"):
+    for engine in ("left", "right", "left", "right"):
         run.now += 1.0
-        run.counters["generated"] += 100
+        run.generated = 100
         run.look(1.0, 0.0, engine=engine)
-    points = list(Points().over(run.events))
-    assert [point.numbers["generated_per_s"] for point in points] == [100.0, 100.0, 100.0, 100.0]
-    assert "stats/left/running" in points[0].scalars() and "stats/right/running" in points[1].scalars()
+    found = [point.scalars for point in points(run.events)]
+    assert found[0]["stats/left/generated_per_s"] == found[3]["stats/right/generated_per_s"] == 100.0
+    assert "stats/right/running" in found[1]
 
 
-def test_numbers_that_are_not_finite_do_not_spoil_the_file(tmp_path):
+def test_numbers_that_are_not_finite_are_left_out():
     run = SyntheticRun(steps=1)
     run.step(loss=None, grad_norm=float("inf"), odd=float("nan"))
-    assert write_all(tmp_path, run.events) == []
-    (trained,) = [line for line in lines(tmp_path) if line["kind"] == "trained"]
-    assert "loss" not in trained and trained["grad_norm"] is None and trained["odd"] is None
-
-
-def test_rebuild_gives_the_bytes_that_were_written_live(tmp_path):
-    events = finished_run(steps=8)
-    write_all(tmp_path, events)
-    live = (tmp_path / METRICS_FILE).read_bytes()
-    (tmp_path / METRICS_FILE).unlink()
-    rebuild(events, tmp_path)
-    assert (tmp_path / METRICS_FILE).read_bytes() == live
-
-
-def test_a_resumed_run_completes_what_the_killed_one_had_not_written(tmp_path):
-    events = finished_run(steps=8)
-    half = len(events) // 2
-    write_all(tmp_path, events[: half - 10])
-    with (tmp_path / METRICS_FILE).open("a") as file:
-        file.write('{"step": 3, "ti')
-    write_all(tmp_path, events[half:], history=events[:half])
-    resumed = (tmp_path / METRICS_FILE).read_bytes()
-    rebuild(events, tmp_path)
-    assert (tmp_path / METRICS_FILE).read_bytes() == resumed
+    (trained,) = [point.scalars for point in points(run.events) if "trained/reward" in point.scalars]
+    assert not {"trained/loss", "trained/grad_norm", "trained/odd"} & set(trained)
 
 
 def read_tensorboard(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
@@ -115,8 +106,8 @@ def test_tensorboard_reads_back_what_was_written_each_point_once_across_a_resume
     events = finished_run(steps=5)
     half = len(events) // 2
     section = MetricsSection(tensorboard=True)
-    write_all(tmp_path, events[: half - 8], section)
-    write_all(tmp_path, events[half:], section, history=events[:half])
+    write_all(tmp_path, events[:half], section)
+    write_all(tmp_path, events[half:], section, run=fold(events[:half]))
     scalars = read_tensorboard(tmp_path)
     rewards = [(event.version, event.reward) for event in events if event.kind == "trained"]
     assert [step for step, _ in scalars["trained/reward"]] == [1, 2, 3, 4, 5]
@@ -129,7 +120,8 @@ def test_metrics_do_not_load_torch(tmp_path):
     code = (
         "import sys; from pathlib import Path; from headway.monitor.metrics import Metrics; "
         "from headway.config import MetricsSection; "
-        f"Metrics(Path({str(tmp_path)!r}), MetricsSection()).close(); sys.exit('torch' in sys.modules)"
+        "from headway.record.run import Run; "
+        f"Metrics(Path({str(tmp_path)!r}), MetricsSection(), Run()).close(); sys.exit('torch' in sys.modules)"
     )
     import subprocess
 
@@ -139,7 +131,7 @@ def test_metrics_do_not_load_torch(tmp_path):
 def test_a_wandb_project_without_wandb_is_refused_at_start_up_with_the_way_out(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="pip install wandb, or clear the setting"):
-        Metrics(tmp_path, MetricsSection(wandb_project="mine"))
+        Metrics(tmp_path, MetricsSection(wandb_project="mine"), Run())
 
 
 WANDB = """
@@ -171,11 +163,11 @@ def small_wandb(tmp_path, monkeypatch):
     sys.modules.pop("wandb", None)
 
 
-def test_wandb_gets_scalars_with_their_step_and_one_id_for_all_lives(tmp_path, small_wandb):
+def test_wandb_gets_scalars_with_their_step_and_one_id_for_all_incarnations(tmp_path, small_wandb):
     events = finished_run(steps=3)
     section = MetricsSection(tensorboard=False, wandb_project="mine")
     write_all(tmp_path, events, section)
-    write_all(tmp_path, [], section, history=events)
+    write_all(tmp_path, [], section, run=fold(events))
     calls = [json.loads(line) for line in (tmp_path / "wandb_calls.jsonl").read_text().splitlines()]
     ids = [call[1] for call in calls if call[0] == "init"]
     logged = [call[1] for call in calls if call[0] == "log"]
@@ -186,86 +178,74 @@ def test_wandb_gets_scalars_with_their_step_and_one_id_for_all_lives(tmp_path, s
 
 def test_a_wandb_that_does_not_start_is_one_sentence(tmp_path, small_wandb):
     with pytest.raises(ConfigError, match=r"api key not configured\): run wandb login"):
-        Metrics(tmp_path, MetricsSection(tensorboard=False, wandb_project="refused"))
+        Metrics(tmp_path, MetricsSection(tensorboard=False, wandb_project="refused"), Run())
 
 
-def test_a_sink_that_breaks_is_named_once_and_the_others_go_on(tmp_path):
-    complaints: list[str] = []
-    metrics = Metrics(tmp_path, QUIET, complain=complaints.append)
-    (tmp_path / METRICS_FILE).unlink()
-    (tmp_path / METRICS_FILE).mkdir()
-    for event in finished_run(steps=4):
-        metrics.on_event(event)
-    metrics.close()
-    assert len(complaints) == 1 and complaints[0].startswith("JsonLines failed")
+def test_a_tool_that_breaks_is_named_once_and_the_run_goes_on(tmp_path, small_wandb):
+    def broken(self, values: dict) -> None:
+        raise OSError("no network")
+
+    import wandb
+
+    wandb.Run.log = broken
+    complaints = write_all(tmp_path, finished_run(steps=4), MetricsSection(tensorboard=True, wandb_project="mine"))
+    assert len(complaints) == 1 and complaints[0].startswith("WeightsAndBiases failed")
+    assert len(read_tensorboard(tmp_path)["trained/reward"]) == 4
 
 
-def test_on_event_returns_while_a_sink_stands_still(tmp_path, small_wandb):
-    metrics = Metrics(tmp_path, MetricsSection(tensorboard=False, wandb_project="mine"))
-    stand_still, reached = threading.Event(), threading.Event()
+def test_on_event_returns_while_a_tool_stands_still(tmp_path, small_wandb):
+    run = Run()
+    metrics = Metrics(tmp_path, MetricsSection(tensorboard=False, wandb_project="mine"), run)
+    stand_still, reached, written = threading.Event(), threading.Event(), []
 
-    def stuck(values: dict) -> None:
+    def stuck(self, values: dict) -> None:
         reached.set()
         assert stand_still.wait(20)
+        written.append(values)
 
-    sys.modules["wandb"].Run.log = lambda self, values: stuck(values)
+    sys.modules["wandb"].Run.log = stuck
     for event in finished_run(steps=3):
+        run.on_event(event)
         metrics.on_event(event)
-    assert reached.wait(20) and not (tmp_path / METRICS_FILE).read_text()
+    assert reached.wait(20) and not written
     stand_still.set()
     metrics.close()
-    assert [line["step"] for line in lines(tmp_path) if line["kind"] == "trained"] == [1, 2, 3]
+    assert [values["step"] for values in written if "trained/reward" in values] == [1, 2, 3]
 
 
-def test_the_board_knows_pace_waits_and_accuracy(tmp_path):
-    board = Board()
-    for event in finished_run(steps=20):
-        if event.kind == "ended":
-            break
-        board.on_event(event)
-    assert board.step == 20 and board.left_s(START) == 0
-    assert board.before.accuracy == 0.4 and board.evaluated.accuracy == 0.9
-    assert board.trainer_busy_share == pytest.approx(1.0 / 1.3, rel=0.05)
-    assert board.wait_share("trainer_wait_s") == pytest.approx(0.25 / 1.3, rel=0.05)
-    assert board.dropped == {"failed": 1}
+def test_recent_rates_know_pace_and_waits():
+    run = fold(finished_run(steps=20)[:-1])
+    recent = rates(run)
+    assert run.num_trained == 20 and left_s(run, START) == 0
+    assert recent.trainer_busy == pytest.approx(1.0 / 1.3, rel=0.05)
+    assert recent.trainer_wait == pytest.approx(0.25 / 1.25, rel=0.05)
 
 
 def test_the_time_left_follows_the_pace_of_recent_steps_and_the_clock():
-    run = SyntheticRun(steps=10)
-    board = Board()
+    synthetic = SyntheticRun(steps=10)
     for _ in range(4):
-        run.step(seconds=1.75, wait_s=0.2)
-    for event in run.events:
-        board.on_event(event)
-    last = board.trained[-1].time
-    assert board.left_s(last) == pytest.approx(6 * 2.0)
-    assert board.left_s(last + 1.5) == pytest.approx(6 * 2.0 - 1.5)
+        synthetic.step(seconds=1.75, wait_s=0.2)
+    run = fold(synthetic.events)
+    last = run.steps[-1].event.time
+    assert left_s(run, last) == pytest.approx(6 * 2.0)
+    assert left_s(run, last + 1.5) == pytest.approx(6 * 2.0 - 1.5)
 
 
-def test_a_dead_time_between_two_lives_is_in_no_rate():
-    run = SyntheticRun(steps=10)
+def test_the_time_between_two_incarnations_is_in_no_rate():
+    synthetic = SyntheticRun(steps=10)
     for _ in range(3):
-        run.step(seconds=0.75, wait_s=0.2)
-    run.crash(downtime_s=10_000.0)
+        synthetic.step(seconds=0.75, wait_s=0.2)
+    synthetic.crash(downtime_s=10_000.0)
     for _ in range(2):
-        run.step(seconds=0.75, wait_s=0.2)
-    board = Board()
-    for event in run.events:
-        board.on_event(event)
-    assert board.left_s(board.trained[-1].time) == pytest.approx(5 * 1.0)
-    assert board.trained_per_s > 100 and board.generated_per_s > 100
+        synthetic.step(seconds=0.75, wait_s=0.2)
+    run = fold(synthetic.events)
+    assert left_s(run, run.steps[-1].event.time) == pytest.approx(5 * 1.0)
+    assert rates(run).trained_per_s > 100 and rates(run).generated_per_s > 100
 
 
-def test_looks_far_apart_still_give_rates():
-    run = SyntheticRun(steps=2)
-    for _ in range(3):
-        run.now += 120.0
-        run.counters["generated"] += 1200
-        run.look(120.0, 60.0)
-    run.now += 100.0
-    run.checkpoint()
-    board = Board()
-    for event in run.events:
-        board.on_event(event)
-    assert board.generated_per_s == pytest.approx(10.0)
-    assert board.wait_share("trainer_wait_s") == pytest.approx(0.5)
+def test_an_engine_that_was_lost_is_in_no_rate():
+    synthetic = SyntheticRun(steps=10)
+    synthetic.step()
+    assert rates(fold(synthetic.events)).generated_per_s > 0
+    synthetic.add("worker_lost", worker="engine-0", cause="killed", groups=())
+    assert rates(fold(synthetic.events)).generated_per_s == 0

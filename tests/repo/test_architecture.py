@@ -25,7 +25,7 @@ ROOMS: list[tuple[str, int]] = [
     # from levels above its own in this list, and from its own room.
     ("errors codec files types knobs section algorithm contradictions config", 1850),
     ("runtime", 1900),
-    ("record", 1550),
+    ("record", 1650),
     ("model", 1100),
     ("weights", 1300),
     ("tasks", 4000),
@@ -55,8 +55,9 @@ BOSSES = ("control", "launch", "plan", "cli")
 NEVER_TORCH = """
     errors codec files types knobs section algorithm contradictions config runtime runtime.process_tree
     record.events record.log record.phases
-    record.stats record.shards record.ledger
-    record.history monitor.metrics monitor.plot monitor.view monitor.report monitor.scaling tasks.imports tasks.prompts
+    record.stats record.shards record.run record.tokens
+    record.clock record.health record.steps monitor.metrics monitor.plot monitor.rates monitor.text monitor.view
+    monitor.report monitor.scaling tasks.imports tasks.prompts
     tasks.datasets
     tasks.verifiers tasks.scoring rollout.workflows rollout.reward_pool rollout.reward_process rollout.router
     rollout.worker

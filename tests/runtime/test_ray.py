@@ -27,7 +27,7 @@ from headway.control import workers
 from headway.errors import ConfigError, DeadlineExceeded, WorkerDied
 from headway.plan import describe
 from headway.record.events import Event
-from headway.record.ledger import fold
+from headway.record.run import fold
 from headway.record.shards import Record
 from headway.runtime import local, ray
 from headway.runtime.ray import RayRuntime
@@ -323,8 +323,8 @@ def ray_sections(**run: object) -> dict[str, dict[str, object]]:
 
 def outcome(config: Config, events: list[Event]) -> tuple[list[str], bytes]:
     """Every version's weights, and every finished group by id: tokens, log-probs, versions and rewards."""
-    finished, record = fold(events).finished, Record(Path(config.run.dir) / "record")
-    groups = [record.load(finished[group]) for group in sorted(finished)]
+    state, record = fold(events), Record(Path(config.run.dir) / "record")
+    groups = [record.load(group.ref) for group in state.groups if group.ref]
     return [event.digest for event in events if event.kind == "trained"], codec.encode(groups)
 
 

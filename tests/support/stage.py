@@ -24,9 +24,9 @@ from headway.control.workers import Fleet
 from headway.engine.fake import FakeEngine
 from headway.errors import SaveFailed, WorkerDied
 from headway.launch import Prepared
-from headway.record.events import Ended, Event, RunStarted, TokenCounts
-from headway.record.ledger import fold
+from headway.record.events import Ended, Event, ResumeStarted, RunStarted, TokenCounts
 from headway.record.log import read
+from headway.record.run import fold
 from headway.record.shards import RunLog
 from headway.rollout.worker import RolloutWorker
 from headway.runtime.compute import awaitable
@@ -238,14 +238,17 @@ class Stage:
     async def play(self) -> None:
         path = self.directory / "events.jsonl"
         history = read(path) if path.exists() else []
-        log = RunLog(self.directory)
+        log, run = RunLog(self.directory), fold(history)
+        log.subscribe(run.on_event)
         try:
-            if not history:
+            if history:
+                log.append(ResumeStarted(incarnation=len(run.clock.incarnations), hardware={}))
+            else:
                 self._begin(log)
             self.runtime = StageRuntime(self)
             staleness = self.prepared.staleness()
             fleet = Fleet(cast(Runtime, self.runtime), self.config, staleness.worst_staleness)
-            progress = progress_from(staleness, log, fold(history), history)
+            progress = progress_from(staleness, log, run)
             controller = Controller(self.config, fleet, self.tasks(), progress, log, self.directory)
             befalling = asyncio.ensure_future(self.during(self, controller)) if self.during else None
             await controller.run()

@@ -24,8 +24,9 @@ from headway.config import Config, validate
 from headway.monitor.report import Summary
 from headway.monitor.view import PlainView
 from headway.record.events import Event
-from headway.record.ledger import Ledger, RunState, fold, ledger
 from headway.record.log import read
+from headway.record.run import Run, fold
+from headway.record.tokens import TokenAccount
 from headway.tasks.prompts import PromptStream
 
 DEADLINE_S = 240.0  # of anything awaited, on a machine that may have much else to do
@@ -281,7 +282,7 @@ def headway(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 # What holds of every run
 
 
-def check_record(config: Config, events: list[Event]) -> RunState:
+def check_record(config: Config, events: list[Event]) -> Run:
     """Invariants 1, 2 and 14 as the log of any run shows them, however often it was killed and resumed."""
     state = fold(events)  # raises where a group leaves twice, is trained untaken, or a version goes back
     check_admissions(config, events)
@@ -291,13 +292,13 @@ def check_record(config: Config, events: list[Event]) -> RunState:
     return state
 
 
-def check_finished(config: Config, events: list[Event]) -> RunState:
+def check_finished(config: Config, events: list[Event]) -> Run:
     """A run that came to its end: also, everything admitted has left."""
     state = check_record(config, events)
     assert state.status == "finished", state.cause
     assert state.num_trained == config.run.steps
     trained = [group for _, groups in state.batches for group in groups]
-    assert sorted([*trained, *state.dropped]) == list(range(len(state.admitted)))
+    assert sorted([*trained, *state.dropped]) == list(range(len(state.groups)))
     assert len(trained) == config.run.steps * config.trainer.batch_groups
     return state
 
@@ -333,14 +334,14 @@ def check_prompts(config: Config, events: list[Event]) -> None:
     """The stream of prompts is used in order, each place of it once."""
     stream = PromptStream(launch.prepare(config).prompts, config.run.seed)
     admitted = [event for event in events if event.kind == "admitted"]
-    assert [event["group"] for event in admitted] == list(range(len(admitted)))
-    streamed = [event["prompt"] for event in admitted if event["repeats"] is None]
+    assert [event.group for event in admitted] == list(range(len(admitted)))
+    streamed = [event.prompt for event in admitted if event.repeats is None]
     assert streamed == [stream[place].index for place in range(len(streamed))]
-    rows = {event["group"]: event["prompt"] for event in admitted}
-    requeued = [group for event in events if event.kind == "requeued" for group in event["groups"]]
-    repeated = [event["repeats"] for event in admitted if event["repeats"] is not None]
+    rows = {event.group: event.prompt for event in admitted}
+    requeued = [group for event in events if event.kind == "requeued" for group in event.groups]
+    repeated = [event.repeats for event in admitted if event.repeats is not None]
     assert len(set(repeated)) == len(repeated) and set(repeated) <= set(requeued)
-    assert all(event["prompt"] == rows[event["repeats"]] for event in admitted if event["repeats"] is not None)
+    assert all(event.prompt == rows[event.repeats] for event in admitted if event.repeats is not None)
 
 
 def check_versions(config: Config, events: list[Event]) -> None:
@@ -359,11 +360,12 @@ def check_versions(config: Config, events: list[Event]) -> None:
         assert all(event.staleness_max <= worst for event in events if event.kind == "trained")
 
 
-def check_fates(events: list[Event]) -> Ledger:
+def check_fates(events: list[Event]) -> TokenAccount:
     """Every generated token has one fate: generated = trained + waiting + in flight + dropped + lost."""
-    fates = ledger(events)
-    fates.check()
+    run = fold(events)
+    run.check_tokens()
+    fates = run.tokens
     parts = fates.trained + fates.waiting + fates.in_flight + fates.dropped.total() + fates.lost
-    assert fates.generated == parts, fates.rows()
+    assert fates.generated == parts, fates.counts()
     assert fates.trained == sum(event.tokens for event in events if event.kind == "trained")
     return fates

@@ -21,7 +21,7 @@ from vllm_servers import ARGS, vllm_python
 from headway import codec
 from headway.config import load
 from headway.record.events import Event
-from headway.record.ledger import fold
+from headway.record.run import fold
 from headway.record.shards import Record
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -85,8 +85,8 @@ def facts(events: list[Event]) -> dict[str, list[Any]]:
 def outcome(run: Run) -> tuple[dict[str, list[Any]], bytes, bytes]:
     """The log's facts, with every version's digest; every group's tokens, log-probs and rewards; the model written."""
     home, events = run
-    finished, record = fold(events).finished, Record(home / "record")
-    groups = [record.load(finished[group]) for group in sorted(finished)]
+    state, record = fold(events), Record(home / "record")
+    groups = [record.load(group.ref) for group in state.groups if group.ref]
     return facts(events), codec.encode(groups), (home / "model/model.safetensors").read_bytes()
 
 

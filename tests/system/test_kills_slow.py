@@ -28,8 +28,8 @@ from system import (
 
 from headway.config import Config, load
 from headway.record.events import Event
-from headway.record.ledger import fold
 from headway.record.log import read
+from headway.record.run import fold
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -30,10 +30,10 @@ from headway.control import workers
 from headway.engine.embedded.service import EmbeddedEngine
 from headway.engine.fake import FakeEngine
 from headway.engine.protocol import Engine
-from headway.monitor.metrics import Board
+from headway.monitor.rates import rates
 from headway.monitor.report import Summary
 from headway.record.events import Event
-from headway.record.ledger import fold
+from headway.record.run import fold
 from headway.record.shards import Record
 from headway.rollout.reward_pool import RewardPool
 from headway.rollout.worker import RolloutWorker
@@ -75,8 +75,8 @@ def check_summary(summary: Summary, events: list[Event]) -> None:
 
 def groups_of(config: Config, events: list[Event]) -> bytes:
     """Every finished group, by id: tokens, log-probs, versions and rewards."""
-    finished, record = fold(events).finished, Record(Path(config.run.dir) / "record")
-    return codec.encode([record.load(finished[group]) for group in sorted(finished)])
+    state, record = fold(events), Record(Path(config.run.dir) / "record")
+    return codec.encode([record.load(group.ref) for group in state.groups if group.ref])
 
 
 def digests(events: list[Event]) -> list[str]:
@@ -287,19 +287,15 @@ def test_weights_go_from_gpu_to_gpu_only_where_every_engine_is_on_one(
 # What a person sees
 
 
-def test_rates_of_engines_add_up_however_far_apart_the_looks_are() -> None:
-    run, board = SyntheticRun(steps=4), Board()
+def test_rates_of_engines_add_up_however_far_apart_their_stats_are() -> None:
+    run = SyntheticRun(steps=4)
     for _ in range(3):
         run.now += 60.0
-        run.counters["admission"] += 30.0 - 2 * 0.02
         for engine in BOTH:
-            run.counters["generated"] += 300
-            run.look(60.0, 0.0, engine=engine)
+            run.generated = 600
+            run.look(60.0, 15.0, engine=engine)
     run.now += 30.0
     run.checkpoint()
-    for event in run.events:
-        board.on_event(event)
-    # Each engine's counter is the sum of both here, so each grew by 600 in a minute.
-    assert board.generated_per_s == pytest.approx(2 * 600 / 60)
-    assert board.wait_share("admission_wait_s") == pytest.approx(0.5, abs=0.01)
-    assert board.over_engines("running") == 2 * 12 and board.over_engines("kv_total") == 2 * 8192
+    recent = rates(fold(run.events))
+    assert recent.generated_per_s == pytest.approx(2 * 600 / 60)
+    assert recent.trainer_wait == pytest.approx(2 * 15 / 60)

@@ -19,8 +19,8 @@ import pytest
 from system import DEADLINE_S, check_finished, write_config
 
 from headway.config import load
-from headway.record.ledger import fold
 from headway.record.log import read
+from headway.record.run import fold
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/slurm/train.sbatch"

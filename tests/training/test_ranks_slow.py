@@ -30,7 +30,7 @@ from headway.errors import DeadlineExceeded, RunFailed, WorkerDied
 from headway.model.loading import load_model, named_weights
 from headway.model.tokenizer import build_character_tokenizer
 from headway.record.events import Event
-from headway.record.ledger import RunState, fold, ledger
+from headway.record.run import Run, fold
 from headway.runtime.channel import RemoteError
 from headway.training import checkpoint
 from headway.weights.shadow import ShadowWeights
@@ -299,7 +299,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> li
     return digests
 
 
-def digests_of(state: RunState) -> list[str]:
+def digests_of(state: Run) -> list[str]:
     return [state.digests[version] for version in range(1, 6)]
 
 
@@ -376,5 +376,5 @@ def replaced(config: Config, run: HeadwayProcess, ranks: list[psutil.Process]) -
     assert lost.worker == restarted.worker == "trainer" and lost.groups == ()
     groups = [event.group for event in events if event.kind == "finished"]
     assert len(groups) == len(set(groups)) == count(events, "admitted"), "no group was generated a second time"
-    assert ledger(events).lost == 0
+    assert fold(events).tokens.lost == 0
     return lost

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from synthetic import blank
 
 from headway.errors import InvariantBroken
-from headway.record.events import Event, FailedTrajectory
-from headway.record.ledger import Admitted, Ledger, RunState, fold, ledger
+from headway.record.events import Evaluated, Event, FailedTrajectory, TokenCounts
+from headway.record.run import Run, fold
 
 
 class Log:
@@ -69,14 +69,14 @@ def two_steps() -> Log:
 def test_the_state_holds_what_a_resume_needs() -> None:
     state = fold(two_steps().events)
     assert (state.config, state.config_hash, state.num_prompts) == ({"run": {"seed": 1}}, "abc", 10)
-    assert state.admitted == {group: Admitted(prompt=group, eta=2, version=0) for group in range(6)}
-    ref = state.finished[3]
+    assert [(group.prompt, group.eta, group.version) for group in state.groups] == [(n, 2, 0) for n in range(6)]
+    ref = state.ref(3)
     assert (ref.shard, ref.offset, ref.num_bytes, ref.checksum) == ("groups-00000.bin", 300, 92, f"{3:016x}")
     assert state.batches == [(0, (0, 1)), (1, (2, 3))]
     assert (state.num_trained, state.digests, state.untrained_batch) == (1, {1: "digest 1"}, (2, 3))
     assert (state.unfinished, state.waiting, state.dropped) == ([5], [4], {})
     assert state.checkpoints == [(1, "a")]
-    assert [event["accuracy"] for event in state.evaluations] == [0.5]
+    assert [event.accuracy for event in state.all(Evaluated)] == [0.5]
     assert state.status == ""
 
 
@@ -112,9 +112,9 @@ def test_a_skipped_batch_leaves_as_dropped_even_if_the_crash_came_before_its_dro
     assert state.dropped == {2: "non_finite", 3: "non_finite"}
     assert (state.batches, state.num_trained, state.untrained_batch) == ([(0, (0, 1))], 1, None)
     assert state.waiting == [4]
-    made = ledger(log.events)
-    made.check()
-    assert (made.dropped, made.waiting) == ({"non_finite": 20}, 10)
+    made = fold(log.events)
+    made.check_tokens()
+    assert (made.tokens.dropped, made.tokens.waiting) == ({"non_finite": 20}, 10)
     log.finish(5)
     log.take(1, 4, 5)
     assert fold(log.events).batches == [(0, (0, 1)), (1, (4, 5))]
@@ -126,7 +126,7 @@ def test_invariant_2_a_group_leaves_exactly_once() -> None:
     log.append("dropped", groups=(5,), reason="failed", tokens=3)
     state = fold(log.events)
     trained = [group for _, groups in state.batches for group in groups]
-    assert sorted([*trained, *state.dropped, *state.waiting, *state.unfinished]) == list(state.admitted)
+    assert sorted([*trained, *state.dropped, *state.waiting, *state.unfinished]) == list(range(len(state.groups)))
 
 
 def broken(log: Log, kind: str, **fields: Any) -> str:
@@ -172,10 +172,10 @@ def test_invariant_2_a_log_in_which_a_group_is_both_dropped_and_trained_is_refus
         ("group 9 is dropped but was never admitted", "dropped", {"groups": (9,)}),
         ("a second batch is taken for version 1", "taken", {"version": 1, "groups": (4,)}),
         ("a batch is taken for version 2 while the weights are at 1", "taken", {"version": 2, "groups": (4,)}),
-        ("groups (2, 4) were not the batch taken for version 1", "trained", {"version": 2, "groups": (2, 4)}),
-        ("groups (2, 3) were not the batch taken for version 2", "trained", {"version": 3, "groups": (2, 3)}),
-        ("groups (2,) were not the batch taken for version 1", "skipped", {"version": 1, "groups": (2,)}),
-        ("the run resumes at version 0 after version 1 was made", "resumed", {"version": 0}),
+        ("groups [2, 4] were not the batch taken for version 1", "trained", {"version": 2, "groups": (2, 4)}),
+        ("groups [2, 3] were not the batch taken for version 2", "trained", {"version": 3, "groups": (2, 3)}),
+        ("groups [2] were not the batch taken for version 1", "skipped", {"version": 1, "groups": (2,)}),
+        ("the run resumes at version 0 after version 1", "resumed", {"version": 0}),
         ("a second run starts in the same log", "run_started", {"config_hash": "other"}),
     ],
 )
@@ -201,33 +201,25 @@ def test_the_ledger_tells_the_fate_of_every_token() -> None:
             FailedTrajectory(2, "verifier: KeyError('y')", 1),
         ),
     )
-    made = ledger(log.events)
-    made.check()
-    assert made.rows() == [
-        ("generated", 67),
-        ("trained", 20),
-        ("waiting", 32),
-        ("in flight", 7),
-        ("dropped: failed", 4),
-        ("dropped: trajectory: verifier", 4),
-        ("lost", 0),
-        ("recomputed", 7),
-    ]
-    assert made.counts().dropped == {"failed": 4, "trajectory: verifier": 4}
+    made = fold(log.events)
+    made.check_tokens()
+    dropped = {"failed": 4, "trajectory: verifier": 4}
+    expected = TokenCounts(generated=67, trained=20, waiting=32, in_flight=7, dropped=dropped, lost=0, recomputed=7)
+    assert made.tokens.counts() == expected
 
 
 def test_tokens_in_flight_at_the_end_stay_unfinished_and_are_lost_when_the_run_resumes() -> None:
     log = two_steps()
     log.look(60, recomputed=9)
     log.end("stopped")
-    made = ledger(log.events)
-    assert dict(made.rows())["unfinished at the end"] == 10
+    made = fold(log.events)
+    assert made.tokens.in_flight == 10
     log.resume(version=1, lost_tokens=10)
     log.look(4, recomputed=1)
-    made = ledger(log.events)
-    made.check()
-    rows = dict(made.rows())
-    assert (rows["generated"], rows["lost"], rows["in flight"], rows["recomputed"]) == (64, 10, 4, 10)
+    made = fold(log.events)
+    made.check_tokens()
+    made = made.tokens
+    assert (made.generated, made.lost, made.in_flight, made.recomputed) == (64, 10, 4, 10)
 
 
 def test_a_crash_loses_what_the_engines_had_counted_or_the_resume_found_whichever_is_more() -> None:
@@ -235,28 +227,28 @@ def test_a_crash_loses_what_the_engines_had_counted_or_the_resume_found_whicheve
         log = two_steps()
         log.look(counted)
         log.resume(version=1, lost_tokens=found)
-        made = ledger(log.events)
-        made.check()
-        assert (made.lost, made.generated) == (lost, 50 + lost)
+        made = fold(log.events)
+        made.check_tokens()
+        assert (made.tokens.lost, made.tokens.generated) == (lost, 50 + lost)
 
 
 def test_what_engines_generated_adds_up() -> None:
     log = two_steps()
     for count in (40, 5, 3, 6):
         log.look(count)
-    assert ledger(log.events).generated == 54
+    assert fold(log.events).tokens.generated == 54
 
 
 def test_tokens_lost_with_a_worker_are_in_flight_until_the_run_has_finished() -> None:
     log = two_steps_trained()
     log.look(55)
     log.append("worker_lost", worker="rollout-0", cause="killed", groups=())
-    made = ledger(log.events)
-    assert (made.in_flight, made.lost) == (5, 0)
+    made = fold(log.events)
+    assert (made.tokens.in_flight, made.tokens.lost) == (5, 0)
     log.end()
-    made = ledger(log.events)
-    made.check()
-    assert (made.generated, made.in_flight, made.lost) == (55, 0, 5)
+    made = fold(log.events)
+    made.check_tokens()
+    assert (made.tokens.generated, made.tokens.in_flight, made.tokens.lost) == (55, 0, 5)
 
 
 def test_an_engine_that_was_lost_may_have_sampled_more_than_it_told() -> None:
@@ -265,34 +257,34 @@ def test_an_engine_that_was_lost_may_have_sampled_more_than_it_told() -> None:
     log.look(30)
     log.append("worker_lost", worker="engine-0", cause="killed", groups=())
     log.end()
-    made = ledger(log.events)
-    made.check()
-    assert (made.generated, made.in_flight, made.lost) == (50, 0, 0)
+    made = fold(log.events)
+    made.check_tokens()
+    assert (made.tokens.generated, made.tokens.in_flight, made.tokens.lost) == (50, 0, 0)
     log = two_steps_trained()
     log.look(30)
     log.append("worker_lost", worker="engine-0", cause="killed", groups=())
     log.look(40)
-    assert ledger(log.events).generated == 70
+    assert fold(log.events).tokens.generated == 70
 
 
 def test_groups_from_a_file_need_no_engine_to_add_up() -> None:
     log = two_steps_trained()
     log.end()
-    made = ledger(log.events)
-    made.check()
-    assert (made.generated, made.trained, made.waiting, made.in_flight) == (50, 40, 10, 0)
+    made = fold(log.events)
+    made.check_tokens()
+    assert (made.tokens.generated, made.tokens.trained, made.tokens.waiting, made.tokens.in_flight) == (50, 40, 10, 0)
 
 
 def test_a_ledger_that_does_not_add_up_says_so() -> None:
     log = two_steps()
     log.train(2, 2, 3, tokens=19)
     with pytest.raises(InvariantBroken, match="50 tokens finished, but 39 trained, 10 waiting, 0 dropped"):
-        ledger(log.events).check()
+        fold(log.events).check_tokens()
     log = two_steps()
     log.look(49)
     log.end()
     with pytest.raises(InvariantBroken, match="groups hold 1 tokens that no engine generated"):
-        ledger(log.events).check()
+        fold(log.events).check_tokens()
 
 
 class Simulation:
@@ -365,7 +357,7 @@ class Simulation:
         lost, self.counter = sum(self.in_flight.values()), 0
         self.lost += lost
         self.in_flight = dict.fromkeys(self.in_flight, 0)
-        self.log.resume(self.version, lost_tokens=ledger(self.log.events).in_flight)
+        self.log.resume(self.version, lost_tokens=fold(self.log.events).tokens.in_flight)
 
 
 @settings(max_examples=60, deadline=None)
@@ -373,24 +365,23 @@ class Simulation:
 def test_invariants_2_and_14_the_folds_agree_with_a_run_that_counts_for_itself(
     seed: int, batch: int, num_steps: int
 ) -> None:
-    run, state, made = Simulation(seed, batch), RunState(), Ledger()
+    run, state = Simulation(seed, batch), Run()
     num_seen = 0
     for _ in range(num_steps):
         run.step()
         for event in run.log.events[num_seen:]:
             state.on_event(event)
-            made.on_event(event)
-            made.check()
-            fates = made.trained + made.waiting + made.in_flight + made.dropped.total() + made.lost
-            assert made.generated == fates
+            state.check_tokens()
+            made = state.tokens
+            assert made.generated == made.trained + made.waiting + made.in_flight + made.dropped.total() + made.lost
         num_seen = len(run.log.events)
         assert state.unfinished == list(run.in_flight)
         assert state.waiting == sorted(run.ready.keys() - set(run.taken))
         assert (state.untrained_batch or ()) == tuple(run.taken)
-        assert (state.num_trained, len(state.admitted)) == (run.version, run.num_admitted)
+        assert (state.num_trained, len(state.groups)) == (run.version, run.num_admitted)
     run.log.look(run.counter)
     run.log.end("stopped")
-    made = ledger(run.log.events)
-    made.check()
-    assert (made.trained, made.dropped.total(), made.lost) == (run.trained, run.dropped, run.lost)
-    assert (made.waiting, made.in_flight) == (sum(run.ready.values()), sum(run.in_flight.values()))
+    made = fold(run.log.events)
+    made.check_tokens()
+    assert (made.tokens.trained, made.tokens.dropped.total(), made.tokens.lost) == (run.trained, run.dropped, run.lost)
+    assert (made.tokens.waiting, made.tokens.in_flight) == (sum(run.ready.values()), sum(run.in_flight.values()))
