@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from headway.errors import HeadwayError
+from headway.errors import ConfigError, HeadwayError
 
 if TYPE_CHECKING:
     from headway.config import Config
@@ -47,12 +47,14 @@ def main() -> None:
 def _complain(error: HeadwayError) -> None:
     from rich.console import Console
 
-    # Not wrapped: a sentence that a script reads, or a person copies, stays one line.
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    from headway.monitor.text import printable
+
+    # Not wrapped: a sentence that a script reads, or a person copies, stays one line. Escaped: it may quote a model.
+    console = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False, markup=False)
     console.print("error:", style="bold red", end=" ")
-    console.print(str(error), markup=False)
+    console.print(printable(error))
     for note in getattr(error, "__notes__", []):
-        console.print(note, markup=False)
+        console.print(printable(note))
 
 
 def _load(path: Path, context: typer.Context) -> "Config":
@@ -101,6 +103,7 @@ def _train(loaded: "Config", resume: bool, overwrite: bool) -> None:
 
     summary = _with_view(lambda view: launch.train(loaded, resume, view, overwrite))
     _print(table(summary))
+    _print(f"model: {Path(loaded.run.dir) / 'model'}   curves: {Path(loaded.run.dir) / 'report.png'}")
 
 
 def _print_plan(config: "Config") -> None:
@@ -195,6 +198,8 @@ def rollout(
     from headway.record.shards import write_jsonl
 
     loaded = _load(config, context)
+    if not out.parent.is_dir() or out.is_dir():
+        raise ConfigError(f"--out {out} cannot be written: {out.parent} must be a directory and {out} a file in it")
     made = _with_view(lambda view: launch.rollout_only(loaded, groups or loaded.trainer.batch_groups, view))
     num_written = write_jsonl(out, made)
     rewards = [trajectory.reward for group in made for trajectory in group.trajectories]
@@ -286,7 +291,10 @@ def bench(
 def _print(what: Any) -> None:
     from rich.console import Console
 
-    Console(highlight=False).print(what, markup=False, soft_wrap=isinstance(what, str))
+    from headway.monitor.text import printable
+
+    console = Console(highlight=False, emoji=False, markup=False)
+    console.print(printable(what) if isinstance(what, str) else what, soft_wrap=isinstance(what, str))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,11 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 from synthetic import SyntheticRun, blank, finished_run
+from system import write_config
+from typer.testing import CliRunner
 
+from headway import cli
+from headway.errors import HeadwayError
 from headway.monitor.text import clean, duration, printable, sparkline
 from headway.monitor.view import LiveView, PlainView, describe, open_view
 from headway.record.events import Warned
@@ -181,7 +185,7 @@ def test_the_picture_says_what_a_person_asks():
         "77.5% at step 15",
         "40.0% of 500",
         "truncated  0%",
-        "0% of groups",
+        "% of groups",
         "η 2, at most 3",
         "9 in flight, 2 ready",
         "12 running, 3 waiting",
@@ -355,3 +359,18 @@ def test_a_run_that_learns_nothing_says_so_once_with_the_remedy():
     view = live_view(run.events)
     assert "warning: 100% of the completions" in "\n".join(picture_lines(view)) or "equal" in picture_lines(view)[1]
     view.close()
+
+
+def test_error_sentences_reach_the_terminal_escaped_and_without_emoji(capsys):
+    error = HeadwayError("the verifier said \x1b]52;c;aGk=\x07\x1b[2J :v: [bold]x[/]")
+    error.add_note("also \x9b31m")
+    cli._complain(error)
+    printed = capsys.readouterr().err
+    assert all(char.isprintable() or char == "\n" for char in printed)
+    assert "\\x1b]52;c;aGk=\\x07\\x1b[2J :v: [bold]x[/]" in printed and "also \\x9b31m" in printed
+
+
+def test_rollout_refuses_an_output_in_a_missing_directory_before_any_work(tmp_path, tiny_model):
+    path = write_config(tmp_path, tiny_model)
+    result = CliRunner().invoke(cli.app, ["rollout", str(path), "--out", str(tmp_path / "no" / "groups.jsonl")])
+    assert isinstance(result.exception, HeadwayError) and "must be a directory" in str(result.exception)
