@@ -192,7 +192,7 @@ def test_the_picture_says_what_a_person_asks():
         "25% of 8,192 tokens",
         "ms, mean",
         "1 failed",
-        "trainer 19%, admission",
+        "trainer 20%, admission",
         "checkpoint of step 15",
     ):
         assert expected in text, expected
