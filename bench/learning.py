@@ -111,28 +111,27 @@ def _headway(*arguments: str) -> None:
 
 def figures(run: Path) -> Message:
     """Accuracy by version and by second, and of the training steps what stale data did to them."""
-    from headway.record.log import read
+    from headway.record.events import Evaluated
+    from headway.record.run import Run
 
-    events = read(run / "events.jsonl")
-    started = next(event.time for event in events if event.kind == "admitted")
-    trained = [event for event in events if event.kind == "trained"]
-    wall_s = trained[-1].time - started
+    folded = Run.read(run)
+    trained = [step.event for step in folded.steps]
+    started, ended = folded.clock.training()[0]
+    wall_s = ended - started
 
     def mean(name: str) -> float:
-        values = [float(value) for event in trained if (value := event["metrics"].get(name)) is not None]
+        values = [float(value) for event in trained if (value := event.metrics.get(name)) is not None]
         return statistics.mean(values)
 
     return {
         "accuracies": [
-            [event["version"], round(event.time - started, 2), event["accuracy"]]
-            for event in events
-            if event.kind == "evaluated"
+            [event.version, round(event.time - started, 2), event.accuracy] for event in folded.all(Evaluated)
         ],
-        "rewards": [event["reward"] for event in trained],
+        "rewards": [event.reward for event in trained],
         "wall_s": wall_s,
-        "tokens_per_s": sum(event["tokens"] for event in trained) / wall_s,
-        "staleness_mean": statistics.mean(event["staleness_mean"] for event in trained),
-        "staleness_max": max(event["staleness_max"] for event in trained),
+        "tokens_per_s": sum(event.tokens for event in trained) / wall_s,
+        "staleness_mean": statistics.mean(event.staleness_mean for event in trained),
+        "staleness_max": max(event.staleness_max for event in trained),
         "effective_sample_size": mean("effective_sample_size"),
         "behaviour_kl": mean("behaviour_kl"),
         "clip_fraction": mean("clip_fraction"),

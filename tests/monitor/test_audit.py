@@ -1,31 +1,26 @@
 """Trained against sampled lengths and difficulties: a warning when they part, and none when they do not."""
 
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
+from synthetic import blank
 
 from headway.monitor.audit import audit, kolmogorov_smirnov
+from headway.record.run import Run
 
 
-def history(groups: list[tuple[bool | None, list[int], list[float]]]) -> Any:
-    """Groups as (trained, or dropped, or None: still in flight; lengths; rewards)."""
-
-    @dataclass
-    class Log:
-        kinds: dict[str, list[dict[str, Any]]]
-
-        def __getitem__(self, kind: str) -> list[dict[str, Any]]:
-            return self.kinds.get(kind, [])
-
-    numbered = list(enumerate(groups))
-    return Log(
-        {
-            "finished": [{"group": n, "lengths": lengths, "rewards": r} for n, (_, lengths, r) in numbered],
-            "trained": [{"groups": [n for n, (trained, _, _) in numbered if trained]}],
-            "dropped": [{"groups": [n for n, (trained, _, _) in numbered if trained is False]}],
-        }
+def history(groups: list[tuple[bool | None, list[int], list[float]]]) -> Run:
+    """A run with these groups, as (trained, or dropped, or None: still in flight; lengths; rewards)."""
+    run = Run()
+    for number in range(len(groups)):
+        run.on_event(blank("admitted", group=number))
+    for number, (_, lengths, rewards) in enumerate(groups):
+        run.on_event(blank("finished", group=number, lengths=tuple(lengths), rewards=tuple(rewards)))
+    trained, dropped = (
+        tuple(number for number, (fate, _, _) in enumerate(groups) if fate is wanted) for wanted in (True, False)
     )
+    run.on_event(blank("dropped", groups=dropped, reason="failed"))
+    run.on_event(blank("taken", version=0, groups=trained))
+    run.on_event(blank("trained", version=1, groups=trained))
+    return run
 
 
 def test_runs_that_train_what_they_sample_have_no_warning() -> None:
@@ -35,14 +30,14 @@ def test_runs_that_train_what_they_sample_have_no_warning() -> None:
 
 def test_long_groups_that_are_dropped_are_a_warning() -> None:
     groups = [(n % 2 == 0, [10 if n % 2 == 0 else 500], [1.0]) for n in range(200)]
-    lengths, rates = audit(history(groups))  # type: ignore[arg-type]
+    lengths, rates = audit(history(groups))
     assert lengths.parted and "WARNING" in str(lengths) and lengths.distance == pytest.approx(0.5)
     assert not rates.parted and lengths.sampled_mean == 255 and lengths.trained_mean == 10
 
 
 def test_hard_groups_that_are_dropped_are_a_warning() -> None:
     groups = [(n % 3 > 0, [10], [0.0 if n % 3 == 0 else 1.0]) for n in range(300)]
-    lengths, rates = audit(history(groups))  # type: ignore[arg-type]
+    lengths, rates = audit(history(groups))
     assert rates.parted and not lengths.parted
 
 
