@@ -36,7 +36,7 @@ ROOMS: list[tuple[str, int]] = [
     ("control", 2700),
     ("launch", 450),
     ("plan", 150),
-    ("cli", 300),
+    ("cli", 320),
 ]
 
 MONITOR_READS = {
