@@ -25,7 +25,7 @@ from training import (
     state_of,
 )
 
-from headway.record.ledger import fold
+from headway.record.run import fold
 from headway.training import checkpoint
 from headway.training.state import HostCopy
 from headway.training.trainer import Trainer
