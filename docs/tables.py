@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "scaling", "survival", "verifiers", "vllm")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "scaling", "fault-tolerance", "verifiers", "vllm")),
 )
 _TABLE = re.compile(r"(<!-- table: (\w+)(?: of (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
