@@ -217,6 +217,9 @@ class TrainerSection(Section):
     compile: bool = Field(True, description="compile the model's blocks on a GPU: faster, after a slow first step")
     logprob_chunk: int = Field(2048, ge=1, description="tokens whose logits exist at one time")
     threads: int = Field(2, ge=1, description="CPU threads of a trainer rank")
+    record_tokens: bool = Field(
+        True, description="record log-probs, weight and advantage of each trained token for the viewer, 12 bytes each"
+    )
     max_skipped: int = Field(3, ge=1, description="non-finite steps in a row that end the run")
 
     @property

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.codec import noun
+from headway.trained_tokens import TrainedTokens
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -343,6 +344,7 @@ class Sample:
     versions: Ints
     advantages: Floats
     temperature: float
+    source: tuple[int, int, int] = (-1, -1, -1)  # group, trajectory, sequence; -1: not of a batch
 
 
 def piece_key(name: str, rows: range, num_rows: int) -> str:
@@ -463,6 +465,7 @@ class StepReport:
     seconds: float
     metrics: dict[str, float]
     weights_sample: tuple[float, ...] = ()  # master weights at fixed places, to estimate how far two runs lie apart
+    tokens: TrainedTokens | None = None  # None: skipped, or not asked for
 
 
 @noun

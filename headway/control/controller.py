@@ -354,6 +354,7 @@ class Controller:
                 metrics={**report.metrics, **reward_parts(batch.groups)},
                 digest=digest(update.fingerprints),
                 weights_sample=report.weights_sample,
+                tokens_at=self.log.place(report.tokens) if report.tokens else None,
             )
         )
 

@@ -164,6 +164,15 @@ class Taken(Event, frozen=True, kw_only=True):
     groups: tuple[int, ...]  # in id order
 
 
+class Place(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """Where an entry of the record lies, as `ShardRef` has it."""
+
+    shard: str
+    offset: int
+    num_bytes: int
+    checksum: str
+
+
 class Trained(Event, frozen=True, kw_only=True):
     """A training step succeeded. A batch retrained after a resume is neither taken nor trained again in the log."""
 
@@ -179,6 +188,7 @@ class Trained(Event, frozen=True, kw_only=True):
     metrics: dict[str, float | None]
     digest: str  # of all new weights
     weights_sample: tuple[float, ...] = ()  # master weights at fixed places
+    tokens_at: Place | None = None  # what the loss saw of each token; None: not recorded
 
 
 class Retrained(Event, frozen=True, kw_only=True):

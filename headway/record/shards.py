@@ -28,8 +28,9 @@ from headway import codec
 from headway.codec import noun
 from headway.errors import ConfigError, HeadwayError
 from headway.files import fsync_directory, write_all
-from headway.record.events import FailedTrajectory, Finished
+from headway.record.events import FailedTrajectory, Finished, Place
 from headway.record.log import EVENTS_NAME, EventLog, cannot_write
+from headway.trained_tokens import TrainedTokens
 from headway.types import NOT_SAMPLED, Floats, Group, Ints
 
 SHARD_BYTES = 64 * 2**20
@@ -69,8 +70,8 @@ class Record:
         self._shard: _Shard | None = None
         self._pending: deque[tuple[_Shard, bytes | None]] = deque()  # None: the shard is full
 
-    def append(self, group: Group) -> ShardRef:
-        data = codec.encode(group)
+    def append(self, entry: Group | TrainedTokens) -> ShardRef:
+        data = codec.encode(entry)
         if self._shard is None or self._shard.num_bytes >= self._shard_bytes:
             self._start_shard()
         shard = self._shard
@@ -108,6 +109,17 @@ class Record:
 
     def load(self, ref: ShardRef) -> Group:
         """The group at `ref`, after `fsync`; damage is refused, never returned."""
+        group = self._load(ref)
+        assert isinstance(group, Group)
+        return group
+
+    def load_tokens(self, place: Place) -> TrainedTokens:
+        """What a training step's loss saw of each token."""
+        tokens = self._load(place)
+        assert isinstance(tokens, TrainedTokens)
+        return tokens
+
+    def _load(self, ref: ShardRef | Place) -> Any:
         path = self.directory / ref.shard
         try:
             with open(path, "rb") as file:
@@ -119,9 +131,7 @@ class Record:
         whole = entry[: _LENGTH.size] == _LENGTH.pack(ref.num_bytes) and len(data) == ref.num_bytes
         if not whole or xxhash.xxh3_64_hexdigest(data) != ref.checksum:
             raise HeadwayError(f"{path} is damaged at byte {ref.offset}; restore it from a copy of the run")
-        group = codec.decode(data)
-        assert isinstance(group, Group)
-        return group
+        return codec.decode(data)
 
     def close(self) -> None:
         """Let go of the files; what was not fsynced is not kept."""
@@ -178,6 +188,11 @@ class RunLog(EventLog):
                 seconds=seconds,
             )
         )
+
+    def place(self, tokens: TrainedTokens) -> Place:
+        """Record what a training step saw, for an event to name."""
+        ref = self.record.append(tokens)
+        return Place(ref.shard, ref.offset, ref.num_bytes, ref.checksum)
 
     def close(self) -> None:
         try:

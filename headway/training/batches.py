@@ -21,6 +21,7 @@ from headway.algorithm import AlgorithmSection
 from headway.codec import noun
 from headway.errors import RunFailed
 from headway.model.device import CPU, to_device
+from headway.trained_tokens import TrainedTokens
 from headway.training.algorithms.credit import Advantages, Key, batch_advantages, was_cut
 from headway.training.packing import pack
 from headway.types import Batch, Floats, Group, Ints, Sample
@@ -88,12 +89,13 @@ def samples_of(group: Group, advantages: Mapping[Key, Floats], mask_truncated: b
         if mask_truncated and was_cut(trajectory):
             continue
         left_T = advantages[group.id, trajectory.index]
-        for sequence in trajectory.sequences:
+        for number, sequence in enumerate(trajectory.sequences):
             where = np.flatnonzero(sequence.loss_mask)
             own_T, left_T = left_T[: len(where)], left_T[len(where) :]
             if len(where):
                 arrays = sequence.logprobs[where], sequence.versions[where], own_T
-                samples.append(Sample(sequence.tokens, where, *arrays, trajectory.temperature))
+                source = group.id, trajectory.index, number
+                samples.append(Sample(sequence.tokens, where, *arrays, trajectory.temperature, source))
     return samples
 
 
@@ -195,6 +197,23 @@ def arranged(
         before, agreed = agreed, most(len(parts))
         if agreed <= before:
             return parts + [[] for _ in range(before - len(parts))]
+
+
+def trained_tokens(seen: Listed[tuple[list[Sample], Tensor]]) -> TrainedTokens:
+    """What a step's loss saw of its tokens, for the record: `seen` are the samples of each micro-batch with four rows
+    over their tokens: proximal and current log-probs, weights and fates.
+    """
+    rows_4M = torch.cat([torch.zeros(4, 0), *(rows.to("cpu") for _, rows in seen)], dim=1).numpy()
+    samples = [sample for samples, _ in seen for sample in samples if len(sample.where)]
+    return TrainedTokens(
+        sources=np.array([sample.source for sample in samples], np.int32).reshape(-1),
+        counts=np.array([len(sample.where) for sample in samples], np.int32),
+        proximal=rows_4M[0],
+        current=rows_4M[1],
+        weights=rows_4M[2],
+        advantages=np.concatenate([_NOTHING, *(sample.advantages for sample in samples)]),
+        fates=rows_4M[3].astype(np.int32),
+    ).compact()
 
 
 def _lengths(samples: Listed[Sample]) -> list[int]:

@@ -27,6 +27,7 @@ from headway.runtime.channel import RemoteError
 from headway.runtime.gather import together
 from headway.runtime.handle import with_deadline
 from headway.runtime.protocol import Runtime
+from headway.trained_tokens import TrainedTokens
 from headway.training import checkpoint
 from headway.training.batches import MemoryFit
 from headway.training.collective import RankSpec, Rendezvous
@@ -118,7 +119,9 @@ class RankedTrainer:
         started = min(report.started for report in reports)
         ended = max(report.started + report.seconds for report in reports)
         sample = tuple(value for report in reports for value in report.weights_sample)
-        return replace(reports[0], started=started, seconds=ended - started, weights_sample=sample)
+        parts = [report.tokens for report in reports if report.tokens is not None]
+        tokens = TrainedTokens.join(parts) if len(parts) > 1 else reports[0].tokens
+        return replace(reports[0], started=started, seconds=ended - started, weights_sample=sample, tokens=tokens)
 
     async def set_fit(self, metrics: Mapping[str, float | None]) -> None:
         """Pack batches as in the training step that has these metrics."""

@@ -43,7 +43,15 @@ from headway.model.tokenizer import load_tokenizer
 from headway.training import checkpoint
 from headway.training.algorithms.algorithm import Algorithm
 from headway.training.algorithms.losses import Figures, PolicyLossInput, PolicyLossOutput, merge_metrics
-from headway.training.batches import MemoryFit, MicroBatch, Share, micro_batches, share_of, whole_sample
+from headway.training.batches import (
+    MemoryFit,
+    MicroBatch,
+    Share,
+    micro_batches,
+    share_of,
+    trained_tokens,
+    whole_sample,
+)
 from headway.training.checkpoint import CheckpointPart
 from headway.training.collective import Ranks, RankSpec, join
 from headway.training.companions import Companions
@@ -113,6 +121,7 @@ class Trainer:
         self.set_fit(fit or MemoryFit(section.token_budget, section.gradient_checkpointing))
         self._cost = partial(flops, shape=model_shape(self._model.config))
         self._before: dict[str, Tensor] | None = None  # the state a training step of several minibatches began with
+        self._seen: list[tuple[list[Sample], Tensor]] = []  # by this training step's loss, for the record
         self._has_trained = False
         self._moved = False  # whether weights may differ from those the training step began with
         self._copying: HostCopy | None = None  # may be incomplete
@@ -172,6 +181,7 @@ class Trainer:
             | self._pass_figures(metrics)
             | self.fit.as_metrics(),
             weights_sample=sample_weights(self.masters),
+            tokens=trained_tokens(self._seen) if self.section.record_tokens and not skipped else None,
         )
 
     def set_fit(self, fit: MemoryFit) -> None:
@@ -197,6 +207,7 @@ class Trainer:
     def _train_minibatches(self, share: Share, scale_shift: int) -> tuple[dict[str, float], str]:
         """The sums of the step's metrics, and why it was skipped, if it was; then nothing has moved."""
         self._moved, self._before = False, None
+        self._seen.clear()
         minibatches = [self._pack(samples) for samples in share.minibatches]
         free = 0 if self.algorithm.needs_proximal else 1
         minibatches[free:] = [[self._with_proximal(part) for part in minibatch] for minibatch in minibatches[free:]]
@@ -294,7 +305,10 @@ class Trainer:
         gap_M = (proximal_M - micro_batch.behaviour_M).abs() * (micro_batch.versions_M == self.version)
         largest = torch.cat([gap_M, gap_M.new_zeros(1)]).max()  # there may be no token at all
         extra = {"entropy_sum": entropy_M.detach().sum(), "logprob_gap_max": largest}
-        return PolicyLossOutput(output.loss, output.metrics | extra)
+        if self.section.record_tokens:
+            rows = (proximal_M, logprobs_M.detach(), output.weight_T, output.fate_T)
+            self._seen.append((micro_batch.samples, torch.stack([row.float() for row in rows])))
+        return replace(output, metrics=output.metrics | extra)
 
     @torch.no_grad()
     def _with_proximal(self, micro_batch: MicroBatch) -> MicroBatch:

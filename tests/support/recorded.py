@@ -12,6 +12,7 @@ from headway.record.events import (
     Event,
     FailedTrajectory,
     Finished,
+    Place,
     RunStarted,
     Taken,
     TokenCounts,
@@ -19,7 +20,16 @@ from headway.record.events import (
 )
 from headway.record.log import EVENTS_NAME, encode
 from headway.record.shards import RECORD_NAME, Record
-from headway.types import Completion, Failure, Group, Reward, Sequence, StopReason, Trajectory
+from headway.trained_tokens import TOKEN_FATES, TrainedTokens
+from headway.types import (
+    Completion,
+    Failure,
+    Group,
+    Reward,
+    Sequence,
+    StopReason,
+    Trajectory,
+)
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-*/=()<>&;:.,!?'\" \n#\x1b[\u202e"
 
@@ -44,6 +54,27 @@ def write_tokenizer(directory: Path) -> None:
     build_character_tokenizer(ALPHABET).save_pretrained(directory)
 
 
+def trained_tokens(groups: list[Group]) -> TrainedTokens:
+    """A step whose proximal log-probs are 0.9 times the behaviour ones; each sequence's third token was capped."""
+    sources, behaviour, advantages, fates = [], [], [], []
+    for group in groups:
+        mean = float(np.mean([trajectory.reward for trajectory in group.trajectories] or [0]))
+        for one in group.trajectories:
+            for number, sequence in enumerate(one.sequences):
+                own = sequence.logprobs[sequence.loss_mask > 0]
+                sources += [group.id, one.index, number]
+                behaviour.append(own)
+                advantages.append(np.full(len(own), one.reward - mean, np.float32))
+                fates.append(np.where(np.arange(len(own)) == 2, TOKEN_FATES.index("capped"), 0).astype(np.int32))
+    proximal = [np.float32(0.9) * own for own in behaviour]
+    weights = [np.exp(after - own) for after, own in zip(proximal, behaviour, strict=True)]
+    rows = [np.concatenate([np.zeros(0, np.float32), *row]) for row in (proximal, weights, advantages)]
+    counts = np.array([len(own) for own in behaviour], np.int32)
+    fate = np.concatenate([np.zeros(0, np.int32), *fates])
+    current = rows[0] - np.float32(0.25)
+    return TrainedTokens(np.array(sources, np.int32), counts, rows[0], current, rows[1], rows[2], fate)
+
+
 class RecordedRun:
     """Writes steps of one batch each; prompts repeat, and completions get better with the steps."""
 
@@ -55,6 +86,7 @@ class RecordedRun:
         self._log = (directory / EVENTS_NAME).open("ab")
         self._seq, self._time = 0, 1_700_000_000.0
         self.version = self.num_groups = 0
+        self._untrained: dict[int, Group] = {}
         config = {"run": {"steps": 100, "dir": str(directory)}, "model": {"path": str(directory / "model")}}
         self.add(RunStarted(config=config, config_hash="x", hardware={}, num_prompts=prompts, worst_staleness=1))
 
@@ -75,6 +107,7 @@ class RecordedRun:
         )
         failures = (Failure(len(made), failure, 3),) if failure else ()
         group = Group(number, prompt, 1, len(made) + len(failures), made, failures)
+        self._untrained[number] = group
         ref = self._record.append(group)
         self.add(
             Finished(
@@ -87,12 +120,14 @@ class RecordedRun:
         return number
 
     def train(self, groups: list[int]) -> None:
+        ref = self._record.append(trained_tokens([self._untrained.pop(number) for number in groups]))
         self.add(Taken(version=self.version, groups=tuple(groups)))
         self.version += 1
         self.add(
             Trained(
                 version=self.version, groups=tuple(groups), tokens=100, started=self._time, seconds=1.0, wait_s=0.1,
                 staleness_mean=1.0, staleness_max=1, reward=0.5, metrics={"loss": 0.1, "entropy": 1.0}, digest="d",
+                tokens_at=Place(ref.shard, ref.offset, ref.num_bytes, ref.checksum),
             ),
             seconds=1.0,
         )  # fmt: skip

@@ -7,6 +7,7 @@ import numpy as np
 from headway.monitor.viewer.index import GroupFacts, RunIndex
 from headway.monitor.viewer.texts import Texts
 from headway.record.shards import RECORD_NAME, Record, ShardRef
+from headway.trained_tokens import TrainedTokens
 from headway.types import Group, Trajectory
 
 
@@ -18,6 +19,7 @@ class OpenRun:
         self.name = name
         self._record = Record(directory / RECORD_NAME)
         self._texts: Texts | None = None
+        self._tokens: tuple[int | None, TrainedTokens | None] = None, None  # of the step that was asked for last
 
     @property
     def texts(self) -> Texts:
@@ -36,6 +38,15 @@ class OpenRun:
         if event is None:
             return None
         return self._record.load(ShardRef(event.shard, event.offset, event.num_bytes, event.checksum))
+
+    def trained_tokens(self, step: int | None) -> TrainedTokens | None:
+        """What the loss of a training step saw of each token; None where it is not recorded."""
+        place = self.index.steps[step - 1].tokens_at if step is not None else None
+        if place is None:
+            return None
+        if self._tokens[0] != step:
+            self._tokens = step, self._record.load_tokens(place)
+        return self._tokens[1]
 
     def completion(self, trajectory: Trajectory) -> str:
         """What the policy wrote, turns separated by a line."""

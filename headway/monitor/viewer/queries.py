@@ -152,7 +152,8 @@ class Queries:
         group, wanted = run.group(number), int(parameters.get("trajectory", ""))
         for trajectory in group.trajectories if group else ():
             if trajectory.index == wanted:
-                return token_columns(trajectory, run.texts)
+                tokens = run.trained_tokens(run.facts(number).step)
+                return token_columns(number, trajectory, run.texts, tokens)
         raise ValueError(f"group {number} has no trajectory {wanted}")
 
     def questions(self, parameters: Parameters) -> dict[str, Any]:

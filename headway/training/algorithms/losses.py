@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from headway.algorithm import AlgorithmSection
+from headway.trained_tokens import TOKEN_FATES
 from headway.training.algorithms import corrections
 from headway.training.algorithms.corrections import Weight, log_ratio
 from headway.training.algorithms.segments import Segments
@@ -62,6 +63,8 @@ class PolicyLossOutput:
 
     loss: Tensor
     metrics: dict[str, Tensor]
+    weight_T: Tensor  # π_prox/π_behav as it was applied; 1 for plain PPO
+    fate_T: Tensor  # of each token: its place in TOKEN_FATES
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def policy_loss(inputs: PolicyLossInput, figures: Figures, chosen: AlgorithmSect
     extra = {"reference_kl_sum": kl_T.sum()} if kl_T is not None else {}
     metrics = _metrics(tokens, log_weight_T, clipped_T, weight, applied_T)
     counts = {name: masked_T.sum().to(objective_T.dtype) for name, masked_T in masks.items()}
-    return PolicyLossOutput(loss, metrics | counts | extra)
+    return PolicyLossOutput(loss, metrics | counts | extra, *_tokens(clipped_T, weight, applied_T, masks))
 
 
 def surrogate(
@@ -256,6 +259,19 @@ def _aggregated(
 
 def _nowhere(values_T: Tensor) -> Tensor:
     return torch.zeros_like(values_T, dtype=torch.bool)
+
+
+@torch.no_grad()
+def _tokens(
+    clipped_T: Tensor, weight: Weight | None, applied_T: Tensor | None, masks: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The weight that was applied to each token, and what became of it: of several limits, a mask before the cap."""
+    fate_T = clipped_T.to(torch.float32) * TOKEN_FATES.index("clipped")
+    if weight is not None:
+        fate_T = fate_T.masked_fill(weight.over_cap_T, TOKEN_FATES.index("capped"))
+    for name, masked_T in masks.items():
+        fate_T = fate_T.masked_fill(masked_T, TOKEN_FATES.index(name))
+    return (torch.ones_like(fate_T) if applied_T is None else applied_T.detach().float()), fate_T
 
 
 @torch.no_grad()

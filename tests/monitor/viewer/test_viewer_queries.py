@@ -1,5 +1,6 @@
 """What the viewer answers about a run: rows, groups, tokens and questions, equal to what the record holds."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,27 @@ def test_tokens_carry_the_versions_and_log_probs_of_the_record(run: RecordedRun)
     assert "".join(tokens["text"][place] for place in sampled) == "0123456789"
     assert [tokens["version"][place] for place in sampled] == [4] * 5 + [5] * 5
     assert tokens["behaviour"][sampled[0]] == pytest.approx(-0.1) and tokens["behaviour"][0] is None
-    assert tokens["turns"][0] == "prompt" and tokens["turns"][sampled[0]] == "the policy"
+    assert tokens["turns"][0] == "prompt" and tokens["turns"][sampled[0]] == "policy"
     assert tokens["reward"][sampled[-1]] == 1.0
+
+
+def test_tokens_carry_what_the_loss_saw_as_the_step_recorded_it(run: RecordedRun) -> None:
+    run.train([run.finish_group(["0123456789", "xyz"]), run.finish_group(["ab"])])
+    tokens = asked(run, "tokens", group=20, trajectory=0)
+    sampled = [place for place, known in enumerate(tokens["sampled"]) if known]
+    for place in sampled:
+        assert tokens["proximal"][place] == pytest.approx(0.9 * tokens["behaviour"][place])
+        assert tokens["current"][place] == pytest.approx(tokens["proximal"][place] - 0.25)
+        assert tokens["weight"][place] == pytest.approx(math.exp(-0.1 * tokens["behaviour"][place]))
+        assert tokens["advantage"][place] == 0.0
+    assert [place for place in sampled if tokens["mask"][place]] == [sampled[2]]
+    assert "behaviour_cap" in tokens["mask"][sampled[2]] and tokens["recorded"]
+    assert tokens["proximal"][0] is None and tokens["mask"][0] == ""
+
+
+def test_tokens_of_a_group_that_was_not_trained_have_no_figures_of_a_loss(run: RecordedRun) -> None:
+    tokens = asked(run, "tokens", group=run.finish_group(["ab"]), trajectory=0)
+    assert not tokens["recorded"] and set(tokens["weight"]) == {None}
 
 
 def test_a_group_shows_its_prompt_completions_failures_and_the_same_prompt_at_other_steps(run: RecordedRun) -> None:
