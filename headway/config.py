@@ -30,7 +30,7 @@ class RunSection(Section):
         "local", description="processes on this machine, all in this one, or on a Ray cluster"
     )
     deterministic: bool = Field(
-        False, description="bit-for-bit repeatable generation and, on a GPU, training, at a cost in speed"
+        False, description="bit-for-bit repeatable training and, on a CPU, generation, at a cost in speed"
     )
     deadline_s: float = Field(1800.0, gt=0, description="longest wait for any one answer, in seconds")
 

@@ -164,8 +164,6 @@ def check_devices(config: Config) -> None:
     for knob, names in (("engine.device", devices), ("trainer.device", config.trainer.devices)):
         for name in names if config.run.runtime != "ray" else ():
             find_device(knob, name, DTYPES[config.model.dtype])
-    if config.run.deterministic and set(devices) != {"cpu"}:
-        raise ConfigError("run.deterministic is bit for bit on a CPU only; set engine.device = cpu, or turn it off")
 
 
 def _check_vllm(python: str) -> None:

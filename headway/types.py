@@ -405,6 +405,7 @@ class WeightUpdate:
     elsewhere: tuple[WeightPlace, ...] = ()  # where else the same bytes lie, best first
     base: str = ""  # of an adapter: the digest of all tensors it does not name
     token: bytes = field(default=b"", repr=False)  # what a receiver proves to know before a stream sends anything
+    digest: str = ""  # one checksum of all values, the same whatever the transport; the trainer takes it
 
     def __post_init__(self) -> None:
         if self.kind not in ("full", "adapter") or (self.kind == "adapter") != bool(self.base):

@@ -61,7 +61,6 @@ from headway.runtime.gather import together
 from headway.tasks.prompts import MixedStream, PromptStream
 from headway.training.ranks import RankedTrainer
 from headway.types import Admission, Batch, DropReason, Group, Ints, Prompt, Sampling, StepReport, WeightUpdate
-from headway.weights.fingerprints import digest
 
 _POLL_S = 0.5
 _STOP_S = 60.0
@@ -352,7 +351,7 @@ class Controller:
                 staleness_max=max(ages, default=0),
                 reward=float(np.mean(rewards)) if rewards else None,
                 metrics={**report.metrics, **reward_parts(batch.groups)},
-                digest=digest(update.fingerprints),
+                digest=update.digest,
                 weights_sample=report.weights_sample,
                 tokens_at=self.log.place(report.tokens) if report.tokens else None,
             )
@@ -372,22 +371,24 @@ class Controller:
     # Saving and evaluation
 
     async def _save_and_evaluate(self) -> None:
-        last = self.version == self.config.run.steps
-        if self.version % self.config.checkpoint.every == 0 or last:
-            await self.saving.checkpoint(self.version, self._tasks)
-            await self.saving.model(self.version)
-        every = self.config.evaluate.every
+        last, every = self.version == self.config.run.steps, self.config.evaluate.every
         idle = self._evaluation is None or self._evaluation.done()
-        if every and self.version % every == 0 and not last and idle and self.tasks.held_out:
-            await self.saving.candidate(self.version)
+        evaluates = bool(every and self.version % every == 0 and not last and idle and self.tasks.held_out)
+        checkpoints = self.version % self.config.checkpoint.every == 0 or last
+        if checkpoints or evaluates:
+            await self.saving.save(self.version, self._tasks, checkpoints, evaluates)
+        if evaluates:
             self._evaluation = self._tasks.create_task(self._evaluate("step"))
 
     async def _finish(self) -> None:
         await self.engines.current()
         await self.saving.written()
+        if self.saving.model_version != self.version:  # resumed after its last step
+            await self.saving.save(self.version, self._tasks, checkpoints=False)
+            await self.saving.written()
         if self._evaluation is not None:
             await self._evaluation
-        await self.saving.candidate(self.version)
+        await self.saving.set_aside()
         await self._evaluate_alone("after")
         await self.engines.read_final_stats()
 
@@ -399,9 +400,8 @@ class Controller:
             async with asyncio.timeout(_STOP_S):
                 await self.saving.written()
                 if self.version and self.saving.written_version < self.version:
-                    await self.saving.checkpoint(self.version, self._tasks)
+                    await self.saving.save(self.version, self._tasks)
                     await self.saving.written()
-                await self.saving.model(self.version)
                 await self.engines.read_final_stats()
 
     async def _evaluate_alone(self, label: str) -> None:

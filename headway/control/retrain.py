@@ -18,7 +18,6 @@ from headway.record.shards import ShardRef
 from headway.training.ranks import RankedTrainer
 from headway.training.state import weight_difference
 from headway.types import Batch, Group
-from headway.weights.fingerprints import digest
 
 
 async def load_newest_checkpoint(
@@ -61,7 +60,7 @@ async def retrain(
         groups = tuple(load_group(run.ref(group)) for group in ids)
         await trainer.set_fit(run.steps[version].event.metrics)
         report = await trainer.train(Batch(version, groups))
-        found = digest((await trainer.publish()).fingerprints)
+        found = (await trainer.publish()).digest
         equal = found == run.digests[version + 1]
         if not equal and not report.skipped and not trainer.is_repeatable:
             max_abs, relative_norm = weight_difference(run.steps[version].event.weights_sample, report.weights_sample)

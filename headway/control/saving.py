@@ -15,7 +15,7 @@ from pathlib import Path
 from headway.config import Config
 from headway.control.trainer_worker import TrainerWorker
 from headway.errors import SaveFailed
-from headway.record.events import Checkpointed, CheckpointFailed
+from headway.record.events import Checkpointed, CheckpointFailed, Warned
 from headway.record.shards import RunLog
 from headway.training.checkpoint import slot_for
 from headway.training.ranks import RankedTrainer
@@ -43,27 +43,50 @@ class Saving:
         self._writing: asyncio.Task[None] | None = None
         self._failed: list[float] = []  # when checkpoints were begun, all since the last that was written
         self.written_version = 0  # of the newest whole checkpoint this process wrote
-        self._model_version = -1
+        self.model_version = -1
         self.best_accuracy = best_accuracy
 
-    async def checkpoint(self, version: int, tasks: asyncio.TaskGroup) -> None:
-        """Have the trainer snapshot its state; it is written during the steps to come."""
+    async def save(
+        self, version: int, tasks: asyncio.TaskGroup, checkpoints: bool = True, set_aside: bool = False
+    ) -> None:
+        """Have the trainer copy its model, and with `checkpoints` its state; they are written during the steps to come.
+
+        With `set_aside` the model is the candidate of the evaluation that begins now.
+        """
         started = time.time()
         await self.written()
-        snapshot_of = await self._trainer.call(_snapshot)
-        self._writing = tasks.create_task(self._write(version, snapshot_of, time.time() - started))
+        source = await self._trainer.call(partial(_copy, checkpoints))
+        stall_s = time.time() - started
+        self._writing = tasks.create_task(self._write(version, source, stall_s, checkpoints, set_aside))
 
     async def written(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one."""
+        """Wait for what is being written, if anything is."""
         if self._writing is not None:
             await self._writing
 
-    async def _write(self, version: int, snapshot_of: RankedTrainer, stall_s: float) -> None:
+    async def _write(
+        self, version: int, source: RankedTrainer, stall_s: float, checkpoints: bool, set_aside: bool
+    ) -> None:
+        if checkpoints:
+            await self._write_checkpoint(version, source, stall_s)
+        # The checkpoint and the record lead to the same weights; only the last model is the result.
+        try:
+            await self._trainer.call(partial(self._write_model, version, source))
+        except SaveFailed as error:
+            if version == self._config.run.steps:
+                raise
+            self._log.append(Warned(message=f"{error}; the model of version {version} was not written"))
+            return
+        self.model_version = version
+        if set_aside:
+            await self.set_aside()
+
+    async def _write_checkpoint(self, version: int, source: RankedTrainer, stall_s: float) -> None:
         started, slot = time.time(), slot_for(self._num_checkpoints)
         await self._log.flush()
         # A full disk may have room later; the other slot and the record lead to the same weights until then.
         try:
-            await self._trainer.call(partial(self._write_slot, version, slot, snapshot_of))
+            await self._trainer.call(partial(self._write_slot, version, slot, source))
         except SaveFailed as error:
             self._log.append(CheckpointFailed(version=version, slot=slot, cause=str(error)))
             self._failed.append(started)
@@ -77,28 +100,27 @@ class Saving:
         seconds = time.time() - started
         self._log.append(Checkpointed(version=version, slot=slot, seconds=seconds, stall_s=stall_s))
 
-    async def _write_slot(self, version: int, slot: str, snapshot_of: RankedTrainer, trainer: RankedTrainer) -> None:
+    async def _write_slot(self, version: int, slot: str, source: RankedTrainer, trainer: RankedTrainer) -> None:
         # A restarted trainer has no snapshot, and may be a step further by now, unless that was the last.
-        if trainer is not snapshot_of and version == self._config.run.steps:
+        if trainer is not source and version == self._config.run.steps:
             await trainer.snapshot()
         await trainer.save(str(self._directory / "checkpoint" / slot))
 
-    async def model(self, version: int) -> None:
-        """The present weights as an ordinary model directory, in place of the last."""
-        if version == self._model_version:
-            return
+    async def _write_model(self, version: int, source: RankedTrainer, trainer: RankedTrainer) -> None:
+        """An ordinary model directory, in place of the last."""
+        if trainer is not source and version == self._config.run.steps:
+            await trainer.copy_model()
         new = self._directory / f"{MODEL}.new"
-        await self._trainer.call(lambda trainer: trainer.save_model(str(new)))
+        await trainer.write_model(str(new))
         await asyncio.to_thread(_replace, new, self._directory / MODEL)
-        self._model_version = version
 
-    async def candidate(self, version: int) -> None:
-        """Set the present model aside: it becomes the best one if the evaluation that begins now says so."""
-        await self.model(version)
+    async def set_aside(self) -> None:
+        """The latest model becomes the best one if the evaluation of it says so."""
         await asyncio.to_thread(_link, self._directory / MODEL, self._directory / _CANDIDATE)
 
     async def judge(self, accuracy: float | None) -> None:
         """The evaluation of the candidate has ended."""
+        await self.written()  # it may not have been set aside yet
         candidate = self._directory / _CANDIDATE
         is_best = accuracy is not None and (self.best_accuracy is None or accuracy > self.best_accuracy)
         if is_best and candidate.exists():
@@ -107,8 +129,10 @@ class Saving:
         await asyncio.to_thread(shutil.rmtree, candidate, True)
 
 
-async def _snapshot(trainer: RankedTrainer) -> RankedTrainer:
-    await trainer.snapshot()
+async def _copy(with_state: bool, trainer: RankedTrainer) -> RankedTrainer:
+    if with_state:
+        await trainer.snapshot()
+    await trainer.copy_model()
     return trainer
 
 

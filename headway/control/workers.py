@@ -130,7 +130,7 @@ async def _start_engine(runtime: Runtime, config: Config, name: str, device: str
         config.model.path,
         config.model.dtype,
         config.engine.model_copy(update={"device": device, "count": 1}),
-        config.run.deterministic,
+        config.run.deterministic and device == "cpu",  # on a GPU its numbers depend on who shares the batch
         _kv_share(config, device),
         threads=config.engine.threads,
     )

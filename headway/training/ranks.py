@@ -161,8 +161,18 @@ class RankedTrainer:
         self._check_agreement("the version", versions)
         return versions[0]
 
+    async def copy_model(self) -> None:
+        """Copy the current model to the host, to be written by `write_model` while training continues."""
+        await self._pass("copy_model")
+
     async def save_model(self, directory: str) -> None:
         """Write the current weights as a transformers directory, in the published type."""
+        checkpoint.check_replaceable(Path(directory))
+        await self.copy_model()
+        await self.write_model(directory)
+
+    async def write_model(self, directory: str) -> None:
+        """Write the copied model as a transformers directory."""
         path = Path(directory)
         checkpoint.check_replaceable(path)
         async with _discarded_if_unfinished(path):

@@ -74,6 +74,8 @@ class HostCopy:
             self._tensors = {
                 name: pinned.copy_(tensors[name], non_blocking=True) for name, pinned in pinned_like(tensors).items()
             }
+            for tensor in tensors.values():  # one that nobody else holds is not given away before it is copied
+                tensor.record_stream(stream)
             self._complete = stream.record_event()
 
     def hold_changes(self) -> None:

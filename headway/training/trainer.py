@@ -58,6 +58,7 @@ from headway.training.companions import Companions
 from headway.training.optimizer import SCALE_SHIFTS, adamw, gradient_scale, learning_rate
 from headway.training.state import HostCopy, lock_pages_early, restore, sample_weights, state_tensors
 from headway.types import Batch, Floats, Ints, Sample, Scores, StepReport, WeightUpdate
+from headway.weights.fingerprints import digest, fingerprints
 from headway.weights.publish import Publisher, as_part
 
 if TYPE_CHECKING:
@@ -124,8 +125,9 @@ class Trainer:
         self._seen: list[tuple[list[Sample], Tensor]] = []  # by this training step's loss, for the record
         self._has_trained = False
         self._moved = False  # whether weights may differ from those the training step began with
-        self._copying: HostCopy | None = None  # may be incomplete
+        self._copying: list[HostCopy] = []  # may be incomplete
         self._snapshot: _Snapshot | None = None
+        self._model_copy: HostCopy | None = None
         self._read: checkpoint.Checkpoint | None = None
 
     async def close(self) -> None:
@@ -267,9 +269,8 @@ class Trainer:
 
     def _before_change(self) -> None:
         self._moved = True
-        if self._copying is not None:
-            self._copying.hold_changes()
-            self._copying = None
+        while self._copying:
+            self._copying.pop().hold_changes()
 
     def _undo(self) -> None:
         """Restore the state that this training step began with, if earlier minibatches have moved it."""
@@ -338,7 +339,12 @@ class Trainer:
         return {name: tensor for name, tensor in named.items() if len(tensor)}
 
     def publish(self) -> WeightUpdate:
-        update = self._publisher.publish(self.version, self._to_publish())
+        tensors = self.published_weights()
+        update = self._publisher.publish(self.version, self._to_publish(tensors))
+        # A GPU hashes its values itself, so that the record does not depend on how they travel from there.
+        is_hashed_here = self._publish_on_device or self.device.type == "cpu"
+        prints = update.fingerprints if is_hashed_here else fingerprints(tensors, on_device=True)
+        update = replace(update, digest=digest(prints))
         return as_part(update, self._rows_published()) if self.ranks.num > 1 else update
 
     def _rows_published(self) -> dict[str, tuple[range, int]]:
@@ -346,9 +352,8 @@ class Trainer:
         sizes = {name: len(tensor) for name, tensor in named_weights(self._model).items()}
         return {name: (self.ranks.rows(size), size) for name, size in sizes.items()}
 
-    def _to_publish(self) -> dict[str, Tensor]:
+    def _to_publish(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The published weights on the device or the host they are published from; tied tensors stay one tensor."""
-        tensors = self.published_weights()
         if self._publish_on_device or self.device.type == "cpu":
             return tensors
         held: dict[int, Tensor] = {}
@@ -375,9 +380,9 @@ class Trainer:
 
     def snapshot(self) -> None:
         """Copy the state of this version to the host, to be written by `save` while training continues."""
-        self._snapshot = self._copying = None  # two of them may not fit into memory
+        self._snapshot = None  # two of them may not fit into memory
         self._snapshot = self._take_snapshot(self._state())
-        self._copying = self._snapshot.state
+        self._copying.append(self._snapshot.state)
 
     def _take_snapshot(self, state: Mapping[str, Tensor]) -> _Snapshot:
         rows = {name: self.ranks.rows(len(master)) for name, master in self.masters.named.items()}
@@ -432,18 +437,30 @@ class Trainer:
             there, here = (shapes.get(differing[0], "absent") for shapes in (theirs, ours))
             raise ConfigError(f"checkpoint {directory} is of another model: {differing[0]} is {there}, here {here}")
 
-    def write_model(self, directory: str) -> None:
-        """Write this rank's tensors of a transformers directory, in the published type; rank 0 writes the rest, too."""
+    def copy_model(self) -> None:
+        """Copy this rank's tensors of the model, in the published type, to be written by `write_model` later."""
+        self._model_copy = None
         owners = checkpoint.model_owners(self._model, self.ranks.num)
         mine = {}
         for name, parameter in self._model.named_parameters():
             whole = full_tensor(parameter.detach())  # every rank takes part
             if owners[name] == self.ranks.rank:
-                mine[name] = whole.to(self._dtype).cpu()
-        checkpoint.write_model_part(Path(directory), mine, self.ranks.rank, self.ranks.num)
+                mine[name] = whole.to(self._dtype)
+        self._model_copy = HostCopy(mine, self.device)
+        self._copying.append(self._model_copy)
+
+    async def write_model(self, directory: str) -> None:
+        """Write this rank's part of the copied model, a transformers directory; rank 0 writes the rest, too."""
+        copied, self._model_copy = self._model_copy, None
+        if copied is None:
+            raise SaveFailed(f"cannot write {directory}: the trainer has restarted since and has no copy of the model")
+        await asyncio.to_thread(self._write_model, Path(directory), copied)
+
+    def _write_model(self, directory: Path, copied: HostCopy) -> None:
+        checkpoint.write_model_part(directory, copied.tensors(), self.ranks.rank, self.ranks.num)
         if self.ranks.rank == 0:
             tokenizer = load_tokenizer(self._model_path)
-            checkpoint.describe_model(Path(directory), self._model, self._dtype, tokenizer, self.ranks.num)
+            checkpoint.describe_model(directory, self._model, self._dtype, tokenizer, self.ranks.num)
 
 
 def check_batch(batch: Batch, version: int, worst_staleness: int | None) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from headway.errors import InvariantBroken, RunFailed
 from headway.types import TensorInfo, WeightPlace, WeightUpdate
 from headway.weights.files import WeightFiles
-from headway.weights.fingerprints import bytes_of, fingerprint, this_host
+from headway.weights.fingerprints import bytes_of, digest, fingerprint, this_host
 from headway.weights.stream import LOOPBACK, WeightServer
 
 _ALIGNMENT = 64
@@ -161,4 +161,7 @@ def as_part(update: WeightUpdate, rows: Mapping[str, tuple[range, int]]) -> Weig
 
 def joined(parts: Sequence[WeightUpdate]) -> WeightUpdate:
     """The update that the ranks published together."""
-    return WeightUpdate(parts[0].version, parts[0].kind, "parts", "", (), tuple(parts), base=parts[0].base)
+    whole = digest({str(rank): part.digest for rank, part in enumerate(parts)})
+    return WeightUpdate(
+        parts[0].version, parts[0].kind, "parts", "", (), tuple(parts), base=parts[0].base, digest=whole
+    )

@@ -274,6 +274,6 @@ def test_a_resume_with_fewer_rows_is_refused_because_prompts_would_change_places
     rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
     config = make_config(tmp_path, tiny_model, task=task, run={"steps": 2})
     before = events_of(config)
-    with pytest.raises(ConfigError, match=r"was begun with 4 prompts, and .*rows.jsonl now has 3; restore its rows"):
+    with pytest.raises(ConfigError, match=r"was begun with 4 prompts, and its tasks now have 3; restore their rows"):
         run_inline(config, resume=True)
     assert len(events_of(config)) == len(before)

@@ -55,6 +55,7 @@ class StandInTrainer:
     version: int = 0
     weights: str = "start"
     kept: tuple[int, str] | None = None
+    copied: tuple[int, str] | None = None
     batches: list[Batch] = field(default_factory=list)
     num_asked: int = 0
     weights_at: dict[int, str] = field(default_factory=dict)
@@ -80,7 +81,7 @@ class StandInTrainer:
     async def publish(self) -> WeightUpdate:
         await self.pace()
         tensor = TensorInfo("weights", "float32", (1,), 0, 4, self.weights)
-        return WeightUpdate(self.version, "full", "none", "", (tensor,))
+        return WeightUpdate(self.version, "full", "none", "", (tensor,), digest=self.weights)
 
     async def score(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
         return Scores(self.version, tuple(np.zeros(len(tokens), np.float32) for tokens in sequences))
@@ -105,9 +106,15 @@ class StandInTrainer:
         (self.version, self.weights), self.kept = self.kept, None
         return self.version
 
+    async def copy_model(self) -> None:
+        self.copied = self.version, self.weights
+
     async def write_model(self, directory: str) -> None:
+        if self.copied is None:
+            raise SaveFailed(f"cannot write {directory}: there is no copy")
+        copied, self.copied = self.copied, None
         Path(directory).mkdir(exist_ok=True)
-        (Path(directory) / "weights").write_text(json.dumps([self.version, self.weights]))
+        (Path(directory) / "weights").write_text(json.dumps(copied))
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headway.algorithm import AlgorithmSection
-from headway.config import ModelSection, TrainerSection
+from headway.config import ModelSection, TrainerSection, WeightsSection
 from headway.model.sharding import Masters, full_tensor
 from headway.training import checkpoint
 from headway.training.trainer import Trainer
@@ -41,13 +41,14 @@ def make_trainer(path: str, worst_staleness: int | None = None, **knobs: Any) ->
     named: what it is compared with has none."""
     sections, knobs = [], {"behaviour_cap": 0.0, "lr": 2e-5} | knobs
     deterministic = knobs.pop("deterministic", False)
+    weights = WeightsSection(transport=knobs.pop("transport", "shared_memory"))
     for section in (ModelSection, TrainerSection, AlgorithmSection):
         mine = {name: knobs.pop(name) for name in list(knobs) if name in section.model_fields}
         sections.append(section(**({"path": path} | mine if section is ModelSection else mine)))
     assert not knobs, knobs
     model, trainer, algorithm = sections
     torch.set_num_threads(1)
-    return Trainer(model, trainer, algorithm, worst_staleness, deterministic=deterministic)  # type: ignore[arg-type]
+    return Trainer(model, trainer, algorithm, worst_staleness, weights, deterministic)  # type: ignore[arg-type]
 
 
 def make_sequence(random: np.random.Generator, num_prompt: int, num_sampled: int, version: int) -> Sequence:
@@ -250,7 +251,8 @@ def load_state(trainer: Trainer, directory: Path) -> int:
 
 def write_model(trainer: Trainer, directory: Path) -> None:
     checkpoint.begin(directory)
-    trainer.write_model(str(directory))
+    trainer.copy_model()
+    asyncio.run(trainer.write_model(str(directory)))
     checkpoint.finish_model(directory)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from system import events_of, make_config, run_inline
 from training import (
     digest_of,
@@ -23,6 +24,7 @@ from training import (
     save_state,
     stale_batch,
     state_of,
+    write_model,
 )
 
 from headway.record.run import fold
@@ -81,6 +83,34 @@ def test_invariant_14_in_deterministic_mode_a_loaded_checkpoint_continues_bit_fo
         for trainer in (first, second):
             trainer.train(batch)
     assert digest_of(first) == digest_of(second)
+
+
+def test_13_the_digest_is_of_the_values_and_not_of_the_way_they_travel(tiny_model: str) -> None:
+    digests = set()
+    for transport in ("cuda", "shared_memory"):
+        trainer = gpu_trainer(tiny_model, dtype="bfloat16", transport=transport, deterministic=True)
+        trainer.train(make_batch(0))
+        update = trainer.publish()
+        assert transport == update.transport and update.digest
+        digests.add(update.digest)
+        trainer.train(make_batch(1, first=10))
+        assert trainer.publish().digest not in digests
+        asyncio.run(trainer.close())
+    assert len(digests) == 1
+
+
+def test_2_a_model_is_copied_during_the_next_step_and_is_of_its_own_version(tiny_model: str, tmp_path: Path) -> None:
+    trainer = gpu_trainer(tiny_model, dtype="bfloat16", lr=1e-2)
+    trainer.train(make_batch(0))
+    write_model(trainer, tmp_path / "exact")
+    trainer.copy_model()
+    trainer.train(make_batch(1, first=10))
+    checkpoint.begin(tmp_path / "copied")
+    asyncio.run(trainer.write_model(str(tmp_path / "copied")))
+    checkpoint.finish_model(tmp_path / "copied")
+    write_model(trainer, tmp_path / "later")
+    exact, copied, later = (load_file(tmp_path / name / "model.safetensors") for name in ("exact", "copied", "later"))
+    assert same_bits(copied, exact) and not same_bits(later, exact)
 
 
 def test_a_snapshot_is_copied_during_the_next_step_and_is_of_its_own_version(tiny_model: str, tmp_path: Path) -> None:
