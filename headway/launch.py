@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -214,8 +215,24 @@ def probe(prompts: list[Prompt], longest: int = _PROBE_TOKENS) -> tuple[Ints, ..
 # Training
 
 
-async def train(config: Config, resume: bool, view: View, overwrite: bool = False) -> Summary:
+class Stopping:
+    """How a run that a thread trains is asked to stop: `ask` does what Ctrl-C does in the main thread."""
+
+    def __init__(self) -> None:
+        self._ask: Callable[[], object] = lambda: None
+
+    def connect(self, loop: asyncio.AbstractEventLoop, interrupt: Callable[[], object]) -> None:
+        self._ask = lambda: loop.call_soon_threadsafe(interrupt)
+
+    def ask(self) -> None:
+        self._ask()
+
+
+async def train(
+    config: Config, resume: bool, view: View, overwrite: bool = False, stopping: Stopping | None = None
+) -> Summary:
     """A whole run, from nothing or from where it was interrupted."""
+    stopping = stopping or Stopping()
     with phase(view.on_event, "reading the model and the prompts"):
         prepared = prepare(config)
     for note in prepared.notes:
@@ -237,7 +254,7 @@ async def train(config: Config, resume: bool, view: View, overwrite: bool = Fals
         view.follow(run)
         for listener in (run.on_event, view.on_event, metrics.on_event):
             log.subscribe(listener)
-        await _run_to_the_end(prepared, log, run, directory)
+        await _run_to_the_end(prepared, log, run, directory, stopping)
     except RunFailed:
         log.close()
         with suppress(HeadwayError):
@@ -250,7 +267,7 @@ async def train(config: Config, resume: bool, view: View, overwrite: bool = Fals
     return write_report(directory)
 
 
-async def _run_to_the_end(prepared: Prepared, log: RunLog, run: Run, directory: Path) -> None:
+async def _run_to_the_end(prepared: Prepared, log: RunLog, run: Run, directory: Path, stopping: Stopping) -> None:
     """Start, resume if there is something to resume, run; the log's last event says how it ended."""
     from headway.control.controller import Controller
     from headway.control.resume import change_config, progress_from
@@ -267,7 +284,7 @@ async def _run_to_the_end(prepared: Prepared, log: RunLog, run: Run, directory: 
             fleet = Fleet(runtime, prepared.config, staleness.worst_staleness)
             progress = progress_from(staleness, log, run)
             controller = Controller(prepared.config, fleet, _tasks(prepared), progress, log, directory)
-            with _stoppable(controller.stop):
+            with _stoppable(controller.stop, stopping):
                 await controller.run()
         if controller.is_stopped:
             raise asyncio.CancelledError
@@ -308,7 +325,7 @@ def _begin(prepared: Prepared, log: RunLog, directory: Path) -> None:
 
 
 @contextmanager
-def _stoppable(stop: Callable[[], bool]) -> Iterator[None]:
+def _stoppable(stop: Callable[[], bool], stopping: Stopping) -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP end the run in order: the first asks for that, the next one cancels."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
@@ -320,12 +337,14 @@ def _stoppable(stop: Callable[[], bool]) -> Iterator[None]:
         if num_signals > 1 or not stop():
             task.cancel()
 
-    for number in _SIGNALS:
+    stopping.connect(loop, interrupt)
+    numbers = _SIGNALS if threading.current_thread() is threading.main_thread() else ()  # Python allows no others
+    for number in numbers:
         loop.add_signal_handler(number, interrupt)
     try:
         yield
     finally:
-        for number in _SIGNALS:
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 

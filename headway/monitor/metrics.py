@@ -1,5 +1,7 @@
 """Metrics for other tools: TensorBoard files and, when configured, W&B, made from the run's events.
 
+`metric_names` explains every name. Sample completions go the same way, as tables of text, and to the terminal.
+
 Invariant that lives here:
  13. Non-blocking generation, logging included: `on_event` only puts numbers on a queue; files and the network are
      touched by a thread.
@@ -12,7 +14,8 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,8 +23,11 @@ import msgspec
 
 from headway.config import MetricsSection
 from headway.errors import ConfigError
+from headway.monitor.samples import COLUMNS, NUM_GROUPS, SampleRow, Samples, markdown
 from headway.record.events import Evaluated, Event, Stats, Swapped, Trained
 from headway.record.run import Run
+from headway.record.shards import ShardRef
+from headway.record.steps import Step
 
 TENSORBOARD_DIR = "tensorboard"
 WANDB_ID_FILE = "wandb_id.txt"
@@ -33,31 +39,40 @@ _NOT_MEASURED = ("version", "started", "seq", "time")  # the step and the time o
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The finite numbers of one event at one step, by tag, such as trained/loss or stats/engine-0/running."""
+    """The finite numbers of one event at one step, by tag, such as train/loss or engine/engine-0/running."""
 
     time: float
     step: int
     scalars: dict[str, float]
+    groups: tuple[ShardRef, ...] = ()  # to show samples of
 
 
 def point_of(event: Event, run: Run) -> Point | None:
     """The point of a training step, an evaluation, a swap or an engine's stats; `run` has folded the event."""
     match event:
         case Trained():
-            numbers = _numbers(event) | _numbers(event.metrics) | run.steps[-1].metrics
-            numbers["trained_per_s"] = event.tokens / event.seconds if event.seconds > 0 else math.nan
-            return _point(event, event.version, "trained", numbers)
+            return step_point(run.steps[-1])
         case Stats():
             numbers = _numbers(event)
             if event.seconds > 0:
                 numbers["generated_per_s"] = event.generated / event.seconds
                 numbers["busy_share"] = min(1.0, max(0.0, event.busy_s / event.seconds))
-            return _point(event, event.version, f"stats/{event.engine}", numbers)
+            return _point(event, event.version, f"engine/{event.engine}", numbers)
         case Swapped():
-            return _point(event, event.version, f"swapped/{event.engine}", _numbers(event))
+            return _point(event, event.version, f"weights/{event.engine}", _numbers(event))
         case Evaluated():
-            return _point(event, event.version, "evaluated", _numbers(event))
+            numbers = _numbers(event) | {f"pass@{k}": share for k, share in event.pass_at.items()}
+            numbers |= {f"accuracy_of/{name}": share for name, share in event.tasks.items() if share is not None}
+            return _point(event, event.version, "eval", numbers)
     return None
+
+
+def step_point(step: Step) -> Point:
+    event = step.event
+    numbers = _numbers(event) | _numbers(event.metrics) | step.metrics
+    numbers["tokens_per_s"] = event.tokens / event.seconds if event.seconds > 0 else math.nan
+    numbers["completion_length_mean"] = event.tokens / max(1, step.num_trajectories)
+    return _point(event, event.version, "train", numbers)
 
 
 def _point(event: Event, step: int, prefix: str, numbers: dict[str, float]) -> Point:
@@ -71,6 +86,23 @@ def _numbers(values: Any) -> dict[str, float]:
 
 class Sink(Protocol):
     def write(self, points: list[Point]) -> None: ...
+
+    def show(self, point: Point, rows: list[SampleRow]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Terminal:
+    """Prints the first samples of a step, one line each."""
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+
+    def write(self, points: list[Point]) -> None: ...
+
+    def show(self, point: Point, rows: list[SampleRow]) -> None:
+        for row in rows[:2]:
+            self._say(row.line(point.step))
 
     def close(self) -> None: ...
 
@@ -93,6 +125,13 @@ class TensorBoard:
             self._writer.add_event(record)
         self._writer.flush()
 
+    def show(self, point: Point, rows: list[SampleRow]) -> None:
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        record = self._record(wall_time=point.time, step=point.step, summary=text_pb("samples", markdown(rows)))
+        self._writer.add_event(record)
+        self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()
 
@@ -107,6 +146,7 @@ class WeightsAndBiases:
             raise ConfigError(
                 f"metrics.wandb_project = {project!r} needs the wandb package: pip install wandb, or clear the setting"
             ) from None
+        self._wandb = wandb
         try:
             self._run = wandb.init(
                 project=project, name=run_dir.name, dir=str(run_dir), id=_wandb_id(run_dir), resume="allow"
@@ -121,6 +161,10 @@ class WeightsAndBiases:
     def write(self, points: list[Point]) -> None:
         for point in points:
             self._run.log({**point.scalars, "step": point.step})
+
+    def show(self, point: Point, rows: list[SampleRow]) -> None:
+        table = self._wandb.Table(columns=list(COLUMNS), data=[row.cells() for row in rows])
+        self._run.log({"samples": table, "step": point.step})
 
     def close(self) -> None:
         self._run.finish()
@@ -144,18 +188,24 @@ class Metrics:
     def __init__(
         self, run_dir: Path, section: MetricsSection, run: Run, complain: Callable[[str], object] = _LOG.warning
     ) -> None:
-        self._complain, self._run = complain, run
+        self._complain, self._run, self._samples_every = complain, run, section.samples_every
+        self._run_dir = run_dir
+        self._samples: Samples | None = None
         self._queue: queue.SimpleQueue[Point | None] = queue.SimpleQueue()
         self._sinks: list[Sink] = []
         if section.wandb_project:
             self._sinks.append(WeightsAndBiases(run_dir, section.wandb_project))
         if section.tensorboard:
             self._sinks.append(TensorBoard(run_dir))
+        if section.samples_every:
+            self._sinks.append(Terminal(complain))
         self._thread = threading.Thread(target=self._work, name="metrics", daemon=True)
         self._thread.start()
 
     def on_event(self, event: Event) -> None:
         if self._sinks and (point := point_of(event, self._run)) is not None:
+            if self._samples_every and isinstance(event, Trained) and event.version % self._samples_every == 0:
+                point = replace(point, groups=tuple(map(self._run.ref, event.groups[:NUM_GROUPS])))
             self._queue.put(point)
 
     def close(self) -> None:
@@ -180,11 +230,28 @@ class Metrics:
     def _write(self, points: list[Point]) -> None:
         if points:
             self._attempt(lambda sink: sink.write(points))
+        for point in points:
+            if point.groups and self._samples_every:
+                self._show(point)
+
+    def _show(self, point: Point) -> None:
+        def show() -> None:
+            self._samples = self._samples or Samples(self._run_dir, self._run.config)
+            rows = self._samples.read(point.groups)
+            self._attempt(lambda sink: sink.show(point, rows))
+
+        if not self._guarded(show, "reading samples"):
+            self._samples_every = 0
 
     def _attempt(self, action: Callable[[Sink], None]) -> None:
         for sink in list(self._sinks):
-            try:
-                action(sink)
-            except Exception as error:  # a full disk or a lost network must not end a run whose log is intact
+            if not self._guarded(partial(action, sink), type(sink).__name__):
                 self._sinks.remove(sink)
-                self._complain(f"{type(sink).__name__} failed and gets no more metrics from this run: {error}")
+
+    def _guarded(self, action: Callable[[], None], what: str) -> bool:
+        try:
+            action()
+        except Exception as error:  # a full disk or a lost network must not end a run whose log is intact
+            self._complain(f"{what} failed and is left out for the rest of this run: {error}")
+            return False
+        return True

@@ -40,11 +40,9 @@ def test_each_step_evaluation_swap_and_stats_event_becomes_one_point():
     events = finished_run(steps=6)
     found = points(events)
     assert len(found) == sum(event.kind in ("trained", "evaluated", "swapped", "stats") for event in events)
-    trained = [point for point in found if "trained/loss" in point.scalars]
+    trained = [point for point in found if "train/loss" in point.scalars]
     assert [point.step for point in trained] == [1, 2, 3, 4, 5, 6]
-    expected = {
-        f"trained/{name}" for name in ("reward", "loss", "entropy", "tokens", "trained_per_s", "truncated_share")
-    }
+    expected = {f"train/{name}" for name in ("reward", "loss", "entropy", "tokens", "tokens_per_s", "truncated_share")}
     assert all(expected <= set(point.scalars) for point in trained)
     assert not any(tag.endswith(("/seq", "/time", "/version")) for point in found for tag in point.scalars)
 
@@ -60,9 +58,9 @@ def test_failures_truncation_stop_reasons_and_equal_rewards_are_metrics():
     run.add("taken", version=0, groups=(0, 1))
     run.events.append(blank("trained", seq=len(run.events), version=1, groups=(0, 1), tokens=30))
     scalars = points(run.events)[-1].scalars
-    assert scalars["trained/truncated_share"] == pytest.approx(2 / 3)
-    assert scalars["trained/zero_variance_share"] == 0.5 and scalars["trained/failed_share"] == 0.25
-    assert scalars["trained/stop_length"] == pytest.approx(1 / 3)
+    assert scalars["train/truncated_share"] == pytest.approx(2 / 3)
+    assert scalars["train/zero_variance_share"] == 0.5 and scalars["train/failed_share"] == 0.25
+    assert scalars["train/stop_length"] == pytest.approx(1 / 3)
     text = "\n".join(plain_lines(run.events))
     assert "cut  67%" in text and "flat  50%" in text
     summary = summarise(fold(run.events))
@@ -77,15 +75,15 @@ def test_two_engines_do_not_mix_their_tags():
         run.generated = 100
         run.look(1.0, 0.0, engine=engine)
     found = [point.scalars for point in points(run.events)]
-    assert found[0]["stats/left/generated_per_s"] == found[3]["stats/right/generated_per_s"] == 100.0
-    assert "stats/right/running" in found[1]
+    assert found[0]["engine/left/generated_per_s"] == found[3]["engine/right/generated_per_s"] == 100.0
+    assert "engine/right/running" in found[1]
 
 
 def test_numbers_that_are_not_finite_are_left_out():
     run = SyntheticRun(steps=1)
     run.step(loss=None, grad_norm=float("inf"), odd=float("nan"))
-    (trained,) = [point.scalars for point in points(run.events) if "trained/reward" in point.scalars]
-    assert not {"trained/loss", "trained/grad_norm", "trained/odd"} & set(trained)
+    (trained,) = [point.scalars for point in points(run.events) if "train/reward" in point.scalars]
+    assert not {"train/loss", "train/grad_norm", "train/odd"} & set(trained)
 
 
 def read_tensorboard(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
@@ -110,10 +108,10 @@ def test_tensorboard_reads_back_what_was_written_each_point_once_across_a_resume
     write_all(tmp_path, events[half:], section, run=fold(events[:half]))
     scalars = read_tensorboard(tmp_path)
     rewards = [(event.version, event.reward) for event in events if event.kind == "trained"]
-    assert [step for step, _ in scalars["trained/reward"]] == [1, 2, 3, 4, 5]
-    assert [value for _, value in scalars["trained/reward"]] == pytest.approx([reward for _, reward in rewards])
-    assert [value for _, value in scalars["evaluated/accuracy"]] == pytest.approx([0.4, 0.9])
-    assert "swapped/engine-0/pause_ms" in scalars
+    assert [step for step, _ in scalars["train/reward"]] == [1, 2, 3, 4, 5]
+    assert [value for _, value in scalars["train/reward"]] == pytest.approx([reward for _, reward in rewards])
+    assert [value for _, value in scalars["eval/accuracy"]] == pytest.approx([0.4, 0.9])
+    assert "weights/engine-0/pause_ms" in scalars
 
 
 def test_metrics_do_not_load_torch(tmp_path):
@@ -172,7 +170,7 @@ def test_wandb_gets_scalars_with_their_step_and_one_id_for_all_incarnations(tmp_
     ids = [call[1] for call in calls if call[0] == "init"]
     logged = [call[1] for call in calls if call[0] == "log"]
     assert len(ids) == 2 and ids[0] == ids[1]
-    assert [values["step"] for values in logged if "trained/reward" in values] == [1, 2, 3]
+    assert [values["step"] for values in logged if "train/reward" in values] == [1, 2, 3]
     assert [call[0] for call in calls].count("finish") == 2
 
 
@@ -190,7 +188,7 @@ def test_a_tool_that_breaks_is_named_once_and_the_run_goes_on(tmp_path, small_wa
     wandb.Run.log = broken
     complaints = write_all(tmp_path, finished_run(steps=4), MetricsSection(tensorboard=True, wandb_project="mine"))
     assert len(complaints) == 1 and complaints[0].startswith("WeightsAndBiases failed")
-    assert len(read_tensorboard(tmp_path)["trained/reward"]) == 4
+    assert len(read_tensorboard(tmp_path)["train/reward"]) == 4
 
 
 def test_on_event_returns_while_a_tool_stands_still(tmp_path, small_wandb):
@@ -210,7 +208,7 @@ def test_on_event_returns_while_a_tool_stands_still(tmp_path, small_wandb):
     assert reached.wait(20) and not written
     stand_still.set()
     metrics.close()
-    assert [values["step"] for values in written if "trained/reward" in values] == [1, 2, 3]
+    assert [values["step"] for values in written if "train/reward" in values] == [1, 2, 3]
 
 
 def test_recent_rates_know_pace_and_waits():

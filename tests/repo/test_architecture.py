@@ -29,13 +29,14 @@ ROOMS: list[tuple[str, int]] = [
     ("model", 1100),
     ("weights", 1300),
     ("tasks", 4000),
-    ("monitor", 2900),
+    ("monitor", 3600),
     ("engine", 5270),
     ("training", 3500),
     ("rollout", 3100),
     ("control", 2700),
-    ("launch", 450),
+    ("launch", 460),
     ("plan", 150),
+    ("api", 250),
     ("cli", 320),
 ]
 
@@ -51,21 +52,21 @@ WORKERS = (
     *("training.trainer", "training.ranks", "training.sft"),
     *("rollout.worker", "rollout.reward_pool", "rollout.reward_process"),
 )
-BOSSES = ("control", "launch", "plan", "cli")
+BOSSES = ("control", "launch", "plan", "api", "cli")
 
 NEVER_TORCH = """
     errors codec files trained_tokens types knobs section algorithm contradictions config runtime runtime.process_tree
     record.events record.log record.phases
     record.stats record.shards record.run record.tokens
-    record.clock record.health record.steps monitor.metrics monitor.plot monitor.rates monitor.text monitor.view
-    monitor.report monitor.scaling tasks.imports tasks.prompts
+    record.clock record.health record.steps monitor.metrics monitor.plot monitor.rates monitor.reader
+    monitor.text monitor.view monitor.report monitor.scaling tasks.imports tasks.prompts
     tasks.datasets
     tasks.verifiers tasks.scoring rollout.workflows rollout.reward_pool rollout.reward_process rollout.router
     rollout.worker
     rollout.response_check rollout.evaluate control.staleness control.buffer control.resize control.health
     training.packing training.algorithms.advantages training.algorithms.credit
     weights.probe weights.stream weights.files engine.protocol
-    engine.completion model.tokenizer model.memory model.shape cli
+    engine.completion model.tokenizer model.memory model.shape api cli
 """
 """Modules that can be imported where torch is not: what runs in the controller, the reward pool and the viewer."""
 
@@ -178,7 +179,7 @@ def test_the_listing_of_the_package_is_the_list_of_rooms() -> None:
 def test_rooms_import_only_from_rooms_above_them_in_the_list() -> None:
     wrong = []
     for module, path in MODULES.items():
-        for other in imported_modules(path):
+        for other in imported_modules(path) if module else ():  # the package itself names its API, lazily
             same = room(module) == room(other)
             if not same and level(other) > level(module):
                 wrong.append(f"{module} imports {other}")

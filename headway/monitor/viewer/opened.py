@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
-
 from headway.monitor.viewer.index import GroupFacts, RunIndex
 from headway.monitor.viewer.texts import Texts
 from headway.record.shards import RECORD_NAME, Record, ShardRef
@@ -49,17 +47,7 @@ class OpenRun:
         return self._tokens[1]
 
     def completion(self, trajectory: Trajectory) -> str:
-        """What the policy wrote, turns separated by a line."""
-        pieces = []
-        for sequence in trajectory.sequences:
-            first = int(np.argmax(sequence.versions >= 0)) if (sequence.versions >= 0).any() else len(sequence.tokens)
-            pieces.append(self.texts.text(sequence.tokens[first:].tolist()))
-        return "\n".join(pieces)
+        return self.texts.completion(trajectory)
 
     def prompt(self, group: Group) -> str:
-        if not group.trajectories or not group.trajectories[0].sequences:
-            return ""
-        sequence = group.trajectories[0].sequences[0]
-        sampled = sequence.versions >= 0
-        first = int(np.argmax(sampled)) if sampled.any() else len(sequence.tokens)
-        return self.texts.text(sequence.tokens[:first].tolist())
+        return self.texts.prompt(group)

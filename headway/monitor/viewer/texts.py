@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from headway.types import NOT_SAMPLED, Group, Ints, Trajectory
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -37,6 +41,24 @@ class Texts:
         if self._tokenizer is None:
             return " ".join(self.pieces(tokens))
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+
+    def completion(self, trajectory: Trajectory) -> str:
+        """What the policy wrote and what it was told in between, sequences separated by a line."""
+        pieces = [sequence.tokens[_num_given(sequence.versions) :] for sequence in trajectory.sequences]
+        return "\n".join(self.text(tokens.tolist()) for tokens in pieces)
+
+    def prompt(self, group: Group) -> str:
+        """What comes before the first sampled token; empty where no trajectory survived."""
+        if not group.trajectories or not group.trajectories[0].sequences:
+            return ""
+        sequence = group.trajectories[0].sequences[0]
+        return self.text(sequence.tokens[: _num_given(sequence.versions)].tolist())
+
+
+def _num_given(versions_T: Ints) -> int:
+    """How many tokens precede the first sampled one."""
+    sampled_T = versions_T != NOT_SAMPLED
+    return int(np.argmax(sampled_T)) if sampled_T.any() else len(versions_T)
 
 
 def _load(run: Path, model: str) -> "Tokenizer | None":

@@ -1,0 +1,78 @@
+"""The name of every metric, in TensorBoard, W&B and `run.metrics()`, and what it is.
+
+A `*` stands for a name of the run's own: an engine, a task, a component of the reward, a stop reason.
+"""
+
+from fnmatch import fnmatchcase
+
+METRIC_NAMES: dict[str, str] = {
+    "train/reward": "mean reward of the step's trajectories",
+    "train/reward_of/*": "of several tasks, the mean reward of one",
+    "train/component/*": "mean of a named component of the reward, before weighting",
+    "train/loss": "the policy loss, per trained token",
+    "train/entropy": "entropy of the current policy in nats, mean over trained tokens",
+    "train/kl": "KL(proximal ‖ current) per token, by the estimator r − 1 − log r",
+    "train/behaviour_kl": "KL(behaviour ‖ proximal) per token: how far staleness and the engine are from the trainer",
+    "train/reference_kl": "KL(current ‖ reference) per token, where a reference model is used",
+    "train/clip_fraction": "share of trained tokens at which the PPO clip was active",
+    "train/capped_fraction": "share of trained tokens whose importance weight was above the cap",
+    "train/behaviour_weight_mean": "mean importance weight π_prox/π_behav, before any cap",
+    "train/behaviour_weight_max": "the largest importance weight, before any cap",
+    "train/effective_sample_size": "(Σw)² ÷ Σw² of the weights that were applied, as a share of the tokens",
+    "train/masked_*": "tokens that a correction or a filter left out of the loss, by its reason",
+    "train/logprob_gap_max": "largest log-prob difference of engine and trainer on tokens of the version being trained",
+    "train/grad_norm": "gradient norm before clipping; of several minibatches the largest",
+    "train/lr": "learning rate",
+    "train/tokens": "sampled tokens in the batch",
+    "train/tokens_per_s": "sampled tokens in the batch per second of the step",
+    "train/seconds": "duration of the training step",
+    "train/wait_s": "how long the trainer waited for the batch",
+    "train/staleness_mean": "mean staleness of the batch's trajectories, in versions",
+    "train/staleness_max": "staleness of the batch's oldest token, in versions",
+    "train/completion_length_mean": "sampled tokens per trajectory",
+    "train/truncated_share": "share of trajectories that ended at max_tokens or at the context's end",
+    "train/zero_variance_share": "share of groups whose rewards are all equal, which give no group-relative gradient",
+    "train/zero_variance_groups": "groups whose rewards are all equal",
+    "train/single_groups": "groups with one trajectory, which have no advantage within the group",
+    "train/incomplete_groups": "groups in which a trajectory failed",
+    "train/truncated_trajectories": "trajectories cut off at max_tokens or at the context's end",
+    "train/failed_share": "share of trajectories that have no reward, because the workflow or the verifier failed",
+    "train/stop_*": "share of trajectories whose last completion ended for this reason",
+    "train/num_micro_batches": "micro-batches of the step",
+    "train/token_budget": "tokens a micro-batch may hold; lowered where GPU memory ran out",
+    "train/recompute": "1 where activations are recomputed in the backward pass",
+    "train/critic_*": "the critic's loss, gradient norm, and whether its step was skipped",
+    "eval/accuracy": "mean score on the held-out problems that have a verdict",
+    "eval/pass@*": "estimate of pass@k",
+    "eval/accuracy_of/*": "of several tasks, the accuracy on one",
+    "eval/num": "problems with a verdict",
+    "eval/num_failed": "problems without one",
+    "eval/mean_tokens": "tokens per completion",
+    "eval/seconds": "duration of the evaluation",
+    "eval/version_last": "newest version that sampled for the evaluation",
+    "engine/*/generated": "tokens sampled since the last point",
+    "engine/*/generated_per_s": "tokens sampled per second",
+    "engine/*/prefilled": "prompt tokens computed since the last point",
+    "engine/*/recomputed": "tokens whose keys and values were computed again after a swap",
+    "engine/*/preempted": "sequences set aside since the last point because KV memory was full",
+    "engine/*/busy_s": "seconds in which the engine computed, since the last point",
+    "engine/*/busy_share": "the same as a share of the time",
+    "engine/*/running": "sequences being decoded",
+    "engine/*/waiting": "requests waiting for KV memory or a place in the batch",
+    "engine/*/kv_used": "tokens in the KV cache",
+    "engine/*/kv_total": "tokens the KV cache can hold",
+    "engine/*/inflight": "groups admitted and not finished, of the whole run",
+    "engine/*/ready": "finished groups that wait for the trainer, of the whole run",
+    "engine/*/admission_wait_s": "seconds in which the staleness bound held admission, of the whole run",
+    "engine/*/trainer_wait_s": "seconds in which the trainer waited for groups, of the whole run",
+    "weights/*/pause_ms": "how long decoding paused for a swap",
+    "weights/*/stage_s": "how long the engine took to receive and verify a version while it generated",
+    "weights/*/interrupted": "sequences in flight at the swap",
+    "weights/*/recomputed": "tokens whose keys and values the swap made stale and recomputed",
+    "weights/*/parity_max_abs": "largest log-prob difference of engine and trainer on the probe",
+}
+
+
+def meaning(name: str) -> str | None:
+    """What a metric is; None for a name that is not listed."""
+    return METRIC_NAMES.get(name) or next((m for n, m in METRIC_NAMES.items() if fnmatchcase(name, n)), None)
