@@ -385,7 +385,7 @@ def _contradictions_of_tasks(config: Config) -> dict[str, object]:
             f"{where}.train is required (training rows, such as data/train.jsonl)": not task.train
             and not only_evaluates,
             f"{where}.verifier is required (file.py:function, (task, text) -> score)": (
-                not task.verifier and not task.verifiers
+                not task.verifier and not task.verifiers and config.rollout.workflow == SINGLE_TURN
             ),
             f"{where} has both a verifier and verifiers; leave one out": task.verifier and task.verifiers,
             f"{where}.eval names held-out rows, and {where}.eval_share takes some of train; leave one out": (
@@ -394,8 +394,6 @@ def _contradictions_of_tasks(config: Config) -> dict[str, object]:
         }
         if name and not re.fullmatch(r"[\w.-]+", name):
             problems[f"{name!r} cannot name a task; use letters, digits, - and _"] = True
-    if not any(task.weight > 0 for task in config.named_tasks.values()):
-        problems["all tasks have weight = 0, so none gives training prompts; raise one's"] = True
     evaluate = config.evaluate
     return problems | {
         f"evaluate.samples = {evaluate.samples} completions of a prompt are all the same when greedy; "

@@ -83,10 +83,13 @@ class Prepared:
         return StalenessControl(batch, section.max_staleness, resolve_window(section.window, batch))
 
 
-def prepare(config: Config) -> Prepared:
+def prepare(config: Config, to_train: bool = True) -> Prepared:
     """Follow every reference of the config; the first thing that cannot work is one sentence."""
     _check_path(config.model.path)
-    for task in config.named_tasks.values():
+    tasks = config.named_tasks.values()
+    if to_train and not any(task.weight > 0 for task in tasks):
+        raise ConfigError("all tasks have weight = 0, so none gives training prompts; raise one's")
+    for task in tasks:
         for reference in (task.train, task.eval):
             check_there(reference)
     from headway.model.loading import (  # takes seconds, which a wrong path need not wait for
@@ -423,7 +426,7 @@ async def evaluate_only(config: Config, view: View) -> "Evaluation":
     from headway.rollout.evaluate import ProblemRecords, evaluate
 
     with phase(view.on_event, "reading the model and the prompts"):
-        prepared = prepare(config)
+        prepared = prepare(config, to_train=False)
     if not prepared.held_out:
         raise ConfigError("task.eval names no held-out rows; set it to evaluate")
     async with open_generation(config, view.on_event) as pool:

@@ -176,7 +176,7 @@ def table(found: Evaluation, samples: int) -> "Table":
 
 
 class ProblemRecords:
-    """Writes a line for every problem: its row's place and prompt, and each completion with text, score and parts."""
+    """Writes a line for every problem: its row's place and prompt, and each completion with text, tokens, score and parts."""
 
     def __init__(self, path: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,9 +187,9 @@ class ProblemRecords:
         completions = [
             {
                 "text": "".join(decode(self._tokenizer, s.tokens[s.loss_mask == 1]) for s in trajectory.sequences),
+                "tokens": [int(token) for s in trajectory.sequences for token in s.tokens[s.loss_mask == 1]],
                 "score": trajectory.reward,
                 "components": trajectory.components,
-                "tokens": trajectory.num_sampled,
                 "stops": [stop.value for stop in trajectory.stops],
             }
             for trajectory in group.trajectories

@@ -53,14 +53,15 @@ def title(spec: str) -> str:
 
 
 def _named(task: "TaskSection") -> dict[str, str]:
-    return task.verifiers or {"": task.verifier}
+    """None where the workflow gives the rewards."""
+    return task.verifiers or ({"": task.verifier} if task.verifier else {})
 
 
 def _parse(spec: str) -> dict[str, dict[str, Any]]:
     if spec.startswith("{"):
         parsed: dict[str, dict[str, Any]] = json.loads(spec)
         return parsed
-    return {"": {"verifiers": {"": spec}, "weights": {}, "prompt_field": "prompt"}}
+    return {"": {"verifiers": {"": spec} if spec else {}, "weights": {}, "prompt_field": "prompt"}}
 
 
 def needs_of_task(task: "TaskSection") -> dict[str, str]:
@@ -124,6 +125,8 @@ class _TaskScorer:
                 components.update(_numbers(value, prefix=f"{name}/" if name else ""))
             elif value is not None or name == "":
                 components[name] = to_number(value)
+        if not self._functions:
+            raise NotAScore("nothing, because the task names no verifier")
         if not components:
             raise NotAScore("no component at all")
         unknown = sorted(self._weights.keys() - components.keys() - self._functions.keys())
