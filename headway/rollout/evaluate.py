@@ -176,7 +176,7 @@ def table(found: Evaluation, samples: int) -> "Table":
 
 
 class ProblemRecords:
-    """Writes a line for every problem: its row's place and prompt, and each completion with text, tokens, score and parts."""
+    """Writes a line for every problem: its row and prompt, and each completion's text, tokens, score and components."""
 
     def __init__(self, path: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

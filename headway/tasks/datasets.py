@@ -2,7 +2,8 @@
 
 A reference is a .jsonl, .json, .csv or .parquet file; `hf:NAME`, `hf:NAME:CONFIG` or `hf:NAME:CONFIG@SPLIT` for a
 Hugging Face data set by hub name or directory (train is the split where none is named); or `file.py:function` or
-`module:function`, a function of the user's that returns or yields rows.
+`module:function`, a function of the user's that returns or yields rows. One that returns an environment of the package
+`verifiers` gives its training rows, and with `@eval` after its name those for evaluation.
 """
 
 import csv
@@ -24,6 +25,7 @@ from headway.tasks import imports
 Row = dict[str, Any]
 
 _HF = "hf:"
+_SPLITS = {"": "get_dataset", "eval": "get_eval_dataset"}  # of an environment
 FORMS = "a .jsonl, .json, .csv or .parquet file, hf:NAME:CONFIG@SPLIT, or file.py:function"
 
 
@@ -142,12 +144,21 @@ def _import(module: str, reference: str) -> Any:
 
 
 def _call(reference: str) -> list[Row]:
-    function = imports.load(reference)
+    place, at, split = reference.partition("@")
+    if at and split not in _SPLITS:
+        raise ConfigError(
+            f"{reference}: there is no @{split}; an environment has @eval, and its training rows without it"
+        )
+    function = imports.load(place)
     # The function is the user's: whatever it raises is told as one sentence that names it.
     try:
-        rows = list(function())
+        made = imports.call(function)
+        getter = getattr(made, _SPLITS.get(split, ""), None)
+        rows = list(getter() if getter else made)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{reference} raised {type(error).__name__}: {error}") from error
+    if at and not getter:
+        raise ConfigError(f"{reference}: {place} returns rows and no environment, so leave @{split} out")
     return [_checked(row, f"{reference}, row {index}") for index, row in enumerate(rows)]
 
 

@@ -7,7 +7,10 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import signal
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +29,18 @@ def load(reference: str) -> Any:
         return vars(module)[name]
     nearest = difflib.get_close_matches(name, [known for known in vars(module) if not known.startswith("__")], n=1)
     raise ConfigError(f"{reference}: {where} has no {name}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+
+
+def call(function: Callable[[], Any]) -> Any:
+    """What a function of the user's returns; signal handlers that it installs are taken back."""
+    if threading.current_thread() is not threading.main_thread():
+        return function()
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return function()
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
 
 
 def _import_file(where: str, reference: str) -> ModuleType:

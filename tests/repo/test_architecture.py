@@ -224,6 +224,7 @@ def test_user_code_is_loaded_by_rollout_workers_reward_workers_and_the_reader_of
         "rollout.worker",
         "rollout.workflows.tools",
         "rollout.workflows.agent",
+        "rollout.workflows.environment",
         "tasks.scoring",
         "tasks.datasets",
     }

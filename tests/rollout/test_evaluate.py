@@ -119,7 +119,9 @@ def test_every_problem_is_on_record_with_text_score_and_parts(tmp_path: Path) ->
         "task": "math",
         "row": 0,
         "prompt": "0",
-        "completions": [{"text": "01", "tokens": [3, 4], "score": 0.5, "components": {"right": 1.0}, "stops": ["stop"]}],
+        "completions": [
+            {"text": "01", "tokens": [3, 4], "score": 0.5, "components": {"right": 1.0}, "stops": ["stop"]}
+        ],
         "failures": ["verifier: away"],
     }
 

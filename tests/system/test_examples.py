@@ -2,12 +2,15 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from headway.config import load
+from headway.plan import describe
 from headway.tasks import imports
 from headway.tasks.verifiers.number import verify as verify_number
 
@@ -97,3 +100,40 @@ def test_the_programs_of_the_code_example_are_right_with_brackets_and_often_wron
             except AssertionError:
                 pass
     assert num_right["careful"] == len(rows[::9]) > 1.2 * num_right["hurried"] > 0
+
+
+ROWS = {
+    "mbpp/train.jsonl": {"text": "Write double.", "test_list": ["assert double(2) == 4"], "test_setup_code": ""},
+    "humaneval/HumanEval.jsonl": {
+        "prompt": "def f():\n",
+        "entry_point": "f",
+        "test": "def check(candidate):\n    assert candidate() is None\n",
+    },
+    "math/train.jsonl": {"problem": "What is half of 3?", "answer": "\\frac{3}{2}"},
+    "gsm8k/train.jsonl": {"question": "1+1?", "answer": "It is two. #### 2"},
+}
+
+
+@pytest.mark.parametrize("name", ["mbpp", "math", "gsm8k_qwen"])
+def test_configs_of_several_benchmarks_plan_a_run_on_rows_of_their_kind(
+    tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    for path, row in ROWS.items():
+        for place in {path, path.replace("train", "test")}:
+            (tmp_path / "data" / place).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "data" / place).write_text(json.dumps(row) + "\n")
+    small = [
+        f"--model.path={model}",
+        "--trainer.batch_groups=1",
+        "--engine.device=cpu",
+        "--trainer.device=cpu",
+        "--model.dtype=float32",
+    ]
+    config = load(ROOT / f"configs/{name}.toml", [*small, "--engine.max_context=512", "--sampling.max_tokens=32"])
+    plan = describe(config)
+    assert dict(plan.rows)["prompts"] == "1 to train on, 2 held out" and not plan.warnings

@@ -16,7 +16,7 @@ import inspect
 import json
 import secrets
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -171,7 +171,7 @@ class Agent:
         session, key = EpisodeSession(episode), f"ep-{secrets.token_urlsafe(24)}"
         endpoint.sessions[key] = session
         try:
-            reward = await self._call(episode.prompt.task, endpoint.url, key)
+            reward, components = await self._call(episode.prompt.task, endpoint.url, key)
         finally:
             session.close()
             del endpoint.sessions[key]
@@ -181,12 +181,13 @@ class Agent:
             session.reward(float(reward))
         elif not session.has_rewards:
             session.reward(await episode.verify(session.last_text))
-        return session.trajectory()
+        return replace(session.trajectory(), components=components)
 
-    async def _call(self, task: dict[str, Any], url: str, key: str) -> Any:
+    async def _call(self, task: dict[str, Any], url: str, key: str) -> tuple[float | None, dict[str, float]]:
+        """The episode's reward, if the agent gives one, and its components."""
         if inspect.iscoroutinefunction(self._function):
-            return await self._function(task, url, key)
-        return await asyncio.to_thread(self._function, task, url, key)
+            return await self._function(task, url, key), {}
+        return await asyncio.to_thread(self._function, task, url, key), {}
 
     async def _open(self) -> Endpoint:
         """The endpoint of this process, which serves all its episodes."""
