@@ -208,6 +208,7 @@ def prepare(options: argparse.Namespace, directory: Path, model: Path, plan: Pla
 
 
 def _progress(prepared: "Prepared", version: int) -> Any:
+    from headway.control.adaptive import AdaptiveStaleness
     from headway.control.buffer import Buffer
     from headway.control.controller import Progress
     from headway.control.staleness import StalenessControl
@@ -222,7 +223,8 @@ def _progress(prepared: "Prepared", version: int) -> Any:
         trained=set(range(num_before)),
         dropped=set(),
     )
-    return Progress(version, control, Buffer(control), evaluated_before=True)
+    adaptive = AdaptiveStaleness(prepared.config.staleness)
+    return Progress(version, control, Buffer(control), adaptive, evaluated_before=True)
 
 
 def _tasks(prepared: "Prepared", first: int) -> Any:

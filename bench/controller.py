@@ -253,6 +253,7 @@ class StandInFleet:
 async def measure(spec: Message, directory: Path) -> Message:
     """One run of the loop with `concurrent` groups in flight; what it cost this process."""
     from headway import launch
+    from headway.control.adaptive import AdaptiveStaleness
     from headway.control.buffer import Buffer
     from headway.control.controller import Controller, Progress, Tasks
     from headway.control.staleness import StalenessControl
@@ -270,7 +271,7 @@ async def measure(spec: Message, directory: Path) -> Message:
     sampling = Sampling(max_tokens=config.sampling.max_tokens, stop_tokens=(1,))
     tasks = Tasks(prompts, PromptStream(prompts, 0), [], launch.probe(prompts), sampling, sampling)
     staleness = StalenessControl(batch_groups, ETA, batch_groups)
-    progress = Progress(0, staleness, Buffer(staleness))
+    progress = Progress(0, staleness, Buffer(staleness), AdaptiveStaleness(config.staleness))
     log, view = RunLog(directory), open_view(sys.stdout)
     run = Run()
     view.follow(run)

@@ -190,7 +190,17 @@ class SuperviseSection(Section):
 
 class StalenessSection(Section):
     max_staleness: int = Field(4, ge=0, description="the bound η in versions; 0 is synchronous training")
+    min_staleness: int = Field(
+        -1, ge=-1, description="let η move between this and max_staleness with the two limits below; -1 keeps η fixed"
+    )
+    min_ess: float = Field(0.95, gt=0, le=1, description="effective sample size below which an adaptive η falls")
+    max_kl: float = Field(0.02, gt=0, description="mismatch KL a token above which an adaptive η falls")
     window: int = Field(0, ge=-1, description="take-order window W in groups; 0 means one batch, -1 means no bound")
+
+    @property
+    def lowest(self) -> int:
+        """The lower bound of η, which is the upper one where η is fixed."""
+        return self.max_staleness if self.min_staleness < 0 else self.min_staleness
 
 
 class TrainerSection(Section):

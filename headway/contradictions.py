@@ -37,6 +37,11 @@ def of_sizes(config: Any) -> Iterator[str]:
             f"sampling.max_tokens = {config.sampling.max_tokens} leaves no room for a prompt in engine.max_context = "
             f"{longest}; lower max_tokens"
         )
+    if config.staleness.lowest > config.staleness.max_staleness:
+        yield (
+            f"staleness.min_staleness = {config.staleness.lowest} is above staleness.max_staleness = "
+            f"{config.staleness.max_staleness}; lower one or raise the other"
+        )
     if len(engine.devices) > engine.count:
         yield (
             f"engine.device = {engine.device} names more devices than engine.count = {engine.count}; raise count or "

@@ -285,7 +285,7 @@ async def _run_to_the_end(prepared: Prepared, log: RunLog, run: Run, directory: 
         async with open_runtime(prepared.config, directory) as runtime:
             staleness = prepared.staleness()
             fleet = Fleet(runtime, prepared.config, staleness.worst_staleness)
-            progress = progress_from(staleness, log, run)
+            progress = progress_from(staleness, prepared.config.staleness, log, run)
             controller = Controller(prepared.config, fleet, _tasks(prepared), progress, log, directory)
             with _stoppable(controller.stop, stopping):
                 await controller.run()

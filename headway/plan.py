@@ -42,7 +42,7 @@ def describe(config: Config) -> Plan:
         ("trainer memory", _trainer_memory(config, num_parameters)),
         ("training step", _step(prepared)),
         ("run", f"{config.run.steps} steps = {config.run.steps * config.trainer.batch_groups:,} groups"),
-        ("staleness bound η", str(config.staleness.max_staleness)),
+        ("staleness bound η", _eta(config)),
         ("worst staleness", "no bound: the window is unlimited" if worst is None else f"{worst} versions"),
         ("run directory", config.run.dir),
     ]
@@ -97,6 +97,16 @@ def _step(prepared: Prepared) -> str:
         f"{section.batch_groups} groups × {size} = {section.batch_groups * size} trajectories of up to "
         f"{prepared.longest} tokens, {section.minibatches} minibatch{'es' * (section.minibatches > 1)}, "
         f"micro-batches of {section.token_budget} tokens"
+    )
+
+
+def _eta(config: Config) -> str:
+    section = config.staleness
+    if section.lowest == section.max_staleness:
+        return str(section.max_staleness)
+    return (
+        f"from {section.lowest} to {section.max_staleness}: falls at an effective sample size below "
+        f"{section.min_ess:g} or a mismatch KL above {section.max_kl:g}"
     )
 
 

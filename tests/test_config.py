@@ -166,6 +166,10 @@ def test_a_value_out_of_range_is_refused(key: str, value: Any, why: str) -> None
             "raise the budget or lower the context",
         ),
         (
+            {"staleness": {"min_staleness": 5, "max_staleness": 4}},
+            "staleness.min_staleness = 5 is above staleness.max_staleness = 4; lower one or raise the other",
+        ),
+        (
             {"trainer": {"minibatches": 5, "batch_groups": 4}},
             "trainer.minibatches = 5 is more than trainer.batch_groups = 4; lower minibatches",
         ),

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from headway.config import Config
+from headway.control.adaptive import AdaptiveStaleness
 from headway.control.buffer import Buffer
 from headway.control.engine_pool import EnginePool, Published, RunLoad
 from headway.control.filters import GroupFilter
@@ -86,7 +87,8 @@ class Progress:
     version: int
     staleness: StalenessControl
     buffer: Buffer
-    unfinished: dict[int, int] = field(default_factory=dict)  # group to the row of its prompt
+    adaptive: AdaptiveStaleness
+    unfinished: dict[int, tuple[int, int]] = field(default_factory=dict)  # group to the row of its prompt, and its η
     num_streamed: int = 0  # prompts taken from the stream so far
     requeued: list[tuple[int, int]] = field(default_factory=list)  # groups that failed in an outage, with their rows
     too_old: tuple[int, ...] = ()  # finished groups with tokens older than their admission
@@ -104,7 +106,7 @@ class Controller:
     ) -> None:
         self.config, self.tasks, self.log, self.directory = config, tasks, log, directory
         self.version = progress.version
-        self.staleness, self.buffer = progress.staleness, progress.buffer
+        self.staleness, self.buffer, self._adaptive = progress.staleness, progress.buffer, progress.adaptive
         self._progress = progress
         self._tasks = asyncio.TaskGroup()
         self._supervisor = Supervisor(fleet, config.supervise, log.append)
@@ -181,8 +183,8 @@ class Controller:
 
     async def _admit(self) -> None:
         """Consumes prompts; waits for room; is unblocked by a confirmed version, a take or a drop; produces groups."""
-        for group_id, row in self._progress.unfinished.items():
-            self._begin(self._admission(group_id, self._by_row[row], self.version))
+        for group_id, (row, eta) in self._progress.unfinished.items():
+            self._begin(self._admission(group_id, self._by_row[row], eta, self.version))
         while True:
             started = time.time()
             while not self._has_room():
@@ -195,7 +197,7 @@ class Controller:
                 self._failures.probe()
             group_id = self.staleness.admit(version)
             repeats, prompt = self._next_prompt()
-            admission = self._admission(group_id, prompt, version)
+            admission = self._admission(group_id, prompt, self.staleness.eta, version)
             self.log.append(
                 Admitted(group=group_id, prompt=prompt.index, eta=admission.eta, version=version, repeats=repeats)
             )
@@ -228,12 +230,12 @@ class Controller:
         self._num_streamed += 1
         return None, self.tasks.stream[self._num_streamed - 1]
 
-    def _admission(self, group_id: int, prompt: Prompt, version: int) -> Admission:
+    def _admission(self, group_id: int, prompt: Prompt, eta: int, version: int) -> Admission:
         return Admission(
             group=group_id,
             prompt=prompt,
             size=self.config.rollout.group_size,
-            eta=self.config.staleness.max_staleness,
+            eta=eta,
             version=version,
             sampling=self.tasks.sampling,
         )
@@ -356,6 +358,11 @@ class Controller:
                 tokens_at=self.log.place(report.tokens) if report.tokens else None,
             )
         )
+        etas = (group.eta for group in batch.groups)
+        if decision := self._adaptive.observe(report.version, report.metrics, etas):
+            self.log.append(decision)
+            self.staleness.adapt(decision.after)
+            self._changed.set()
 
     def _skip(self, batch: Batch, report: StepReport) -> None:
         groups = tuple(group.id for group in batch.groups)

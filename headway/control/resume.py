@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from headway.config import Config
+from headway.config import Config, StalenessSection
+from headway.control.adaptive import AdaptiveStaleness
 from headway.control.buffer import Buffer
 from headway.control.controller import Progress
 from headway.control.retrain import load_newest_checkpoint, retrain
@@ -29,10 +30,11 @@ from headway.training.checkpoint import slot_for
 from headway.types import DropReason
 
 
-def progress_from(staleness: StalenessControl, log: RunLog, run: Run) -> Progress:
+def progress_from(staleness: StalenessControl, section: StalenessSection, log: RunLog, run: Run) -> Progress:
     """Where to start: at the beginning, or exactly where the record says the run was."""
+    adaptive = AdaptiveStaleness(section)
     if not run.is_resumed:
-        return Progress(0, staleness, Buffer(staleness))
+        return Progress(0, staleness, Buffer(staleness), adaptive)
     untrained = run.untrained_batch
     staleness = StalenessControl.restore(
         staleness.batch_groups,
@@ -43,13 +45,18 @@ def progress_from(staleness: StalenessControl, log: RunLog, run: Run) -> Progres
         dropped=set(run.dropped),
         taken=set(untrained or ()),
     )
+    decided = [adaptive.observe(*step) for step in run.observed]
+    if decided and (last := decided[-1]) and run.eta != last.after:  # the run ended between a step and its decision
+        log.append(last)
+    staleness.adapt(adaptive.eta)
     waiting = [log.record.load(run.ref(group)) for group in run.waiting]
     accuracies = [event.accuracy for event in run.all(Evaluated) if event.accuracy is not None]
     return Progress(
         version=run.num_trained,
         staleness=staleness,
+        adaptive=adaptive,
         buffer=Buffer.restore(staleness, waiting, Counter(DropReason(reason) for reason in run.dropped.values())),
-        unfinished={group: run.groups[group].prompt for group in run.unfinished},
+        unfinished={group: (run.groups[group].prompt, run.groups[group].eta) for group in run.unfinished},
         num_streamed=sum(group.repeats is None for group in run.groups),
         requeued=[(group, run.groups[group].prompt) for group in run.requeued],
         untrained_batch=tuple(log.record.load(run.ref(group)) for group in untrained) if untrained else None,

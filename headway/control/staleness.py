@@ -13,8 +13,9 @@ taken. At most W − 1 newer groups can then be trained before any group, and no
     η + ⌈(W − 1)/B⌉.
 
 By Eq. 3, of the groups older than a group g admitted at version i, at most (i + η + 1)·B − 1 are ever trained. If g is
-trained at version v, v·B groups were trained before it, each older than g or among the W − 1 that passed it. At η = 0
-it is 0 with any window: Eq. 3 admits no group that a step could train in place of one left behind.
+trained at version v, v·B groups were trained before it, each older than g or among the W − 1 that passed it. η is the
+bound in force when g was admitted: it may change from one admission to the next, up to `max_staleness`. Where that is 0
+the staleness is 0 with any window: Eq. 3 admits no group that a step could train in place of one left behind.
 """
 
 import math
@@ -40,6 +41,7 @@ class StalenessControl:
             raise ValueError(f"a batch and a window need a group, a staleness bound is 0 or more, not {given}")
         self.batch_groups = batch_groups
         self.max_staleness = max_staleness
+        self.eta = max_staleness  # in force: what the next admission is decided with
         self.window = window
         self.num_admitted = 0
         self.num_dropped = 0
@@ -103,7 +105,13 @@ class StalenessControl:
 
     def may_admit(self, version: int) -> bool:
         """Eq. 3; `version` is the lowest one confirmed loaded by every engine that may serve the group."""
-        return self.num_admitted - self.num_dropped < (version + self.max_staleness + 1) * self.batch_groups
+        return self.num_admitted - self.num_dropped < (version + self.eta + 1) * self.batch_groups
+
+    def adapt(self, eta: int) -> None:
+        """Decide admissions with another η from now on; groups that were admitted keep theirs."""
+        if not 0 <= eta <= self.max_staleness:
+            raise ValueError(f"η = {eta} lies outside 0 to max_staleness = {self.max_staleness}")
+        self.eta = eta
 
     def admit(self, version: int) -> int:
         """Admit one group and return its id; ids are contiguous from 0."""

@@ -24,7 +24,7 @@ import msgspec
 from headway.config import MetricsSection
 from headway.errors import ConfigError
 from headway.monitor.samples import COLUMNS, NUM_GROUPS, SampleRow, Samples, markdown
-from headway.record.events import Evaluated, Event, Stats, Swapped, Trained
+from headway.record.events import EtaChanged, Evaluated, Event, Stats, Swapped, Trained
 from headway.record.run import Run
 from headway.record.shards import ShardRef
 from headway.record.steps import Step
@@ -60,6 +60,8 @@ def point_of(event: Event, run: Run) -> Point | None:
             return _point(event, event.version, f"engine/{event.engine}", numbers)
         case Swapped():
             return _point(event, event.version, f"weights/{event.engine}", _numbers(event))
+        case EtaChanged():
+            return _point(event, event.version, "staleness", _numbers(event) | {"eta": float(event.after)})
         case Evaluated():
             numbers = _numbers(event) | {f"pass@{k}": share for k, share in event.pass_at.items()}
             numbers |= {f"accuracy_of/{name}": share for name, share in event.tasks.items() if share is not None}

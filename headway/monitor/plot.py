@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.record.clock import Span
-from headway.record.events import Evaluated, Stats, Swapped
+from headway.record.events import EtaChanged, Evaluated, Stats, Swapped
 from headway.record.run import Run
 
 if TYPE_CHECKING:
@@ -153,6 +153,10 @@ def _draw_staleness(axes: "Axes", run: Run, bound: int | None) -> None:
     _line(axes, *_by_step(run, "staleness_mean"), _BLUE, "mean")
     if bound is not None:
         axes.axhline(bound, color=_RED, linestyle="--", linewidth=1.2, label=f"bound {bound}")
+    if changes := run.all(EtaChanged):
+        moved = [steps[0], *(event.version for event in changes), steps[-1]]
+        etas = [changes[0].before, *(event.after for event in changes), changes[-1].after]
+        axes.step(moved, etas, where="post", color=_GREEN, linewidth=1.5, label="η in force")
     axes.set_ylim(0, max([bound or 0, *largest, 1]) * 1.3)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     _step_axis(axes)

@@ -24,6 +24,7 @@ from headway.monitor.plot import draw
 from headway.monitor.scaling import Split, estimate
 from headway.monitor.text import clean, duration
 from headway.record.events import (
+    EtaChanged,
     Evaluated,
     ResumeStarted,
     Retried,
@@ -79,6 +80,7 @@ class Summary:
     staleness_mean: float | None
     staleness_max: int | None
     staleness_bound: int | None
+    eta: tuple[int, ...]  # the bound η, at first and after each change
     parity_max_abs: float | None
     sampled_gap_max_abs: float | None
     pause_ms_mean: float | None
@@ -150,6 +152,7 @@ def summarise(run: Run, extra: dict[str, Any] | None = None) -> Summary:
         staleness_mean=_mean([event.staleness_mean for event in trained]),
         staleness_max=max((event.staleness_max for event in trained), default=None),
         staleness_bound=run.worst_staleness,
+        eta=(*(event.before for event in run.all(EtaChanged)), run.eta),
         parity_max_abs=max((gap for e in run.all(Swapped) if (gap := e.parity_max_abs) is not None), default=None),
         sampled_gap_max_abs=max(gaps, default=None),
         pause_ms_mean=_mean(pauses),
@@ -288,7 +291,8 @@ def table(summary: Summary) -> Table:
         "tokens generated": f"{summary.tokens_generated:,}",
         "tokens trained": f"{summary.tokens_trained:,} ({_share(summary.goodput)} of those generated)",
         "staleness": f"mean {_figure(summary.staleness_mean)}, max {_figure(summary.staleness_max)}, "
-        f"bound {'none' if summary.staleness_bound is None else summary.staleness_bound}",
+        f"bound {'none' if summary.staleness_bound is None else summary.staleness_bound}, "
+        f"η {' → '.join(map(str, summary.eta))}",
         "log-prob parity": f"largest difference {_figure(summary.parity_max_abs)} on the probe, "
         f"{_figure(summary.sampled_gap_max_abs)} on sampled tokens",
         "pause for new weights": f"mean {_figure(summary.pause_ms_mean)} ms, max {_figure(summary.pause_ms_max)} ms",

@@ -69,6 +69,10 @@ def describe(event: Event) -> str | None:
         case events.EngineSlow():
             pace = f"{event.tokens_per_s:.2g} tokens/s a sequence, the others {event.others_per_s:.2g}"
             return f"{event.engine} is slow: {pace}"
+        case events.EtaChanged():
+            moved = "rises" if event.after > event.before else "falls"
+            why = f"effective sample size {event.effective_sample_size:.3f}, mismatch KL {event.behaviour_kl:.3g}"
+            return f"η {moved} from {event.before} to {event.after} at step {event.version}: {why}"
         case events.Skipped():
             return f"step on version {event.version} skipped: {event.reason}"
         case events.Ended():
@@ -237,7 +241,10 @@ def _phase(event: events.Phase) -> str:
 
 
 def _bound(run: Run) -> str:
-    eta = run.config.get("staleness", {}).get("max_staleness", "?")
+    section = run.config.get("staleness", {})
+    eta, lowest = section.get("max_staleness", "?"), section.get("min_staleness", -1)
+    if lowest not in (-1, eta):
+        eta = f"{lowest} to {eta}"
     if run.worst_staleness is None:
         return f"η {eta}, staleness without bound"
     return f"η {eta}, staleness at most {run.worst_staleness}"

@@ -191,6 +191,16 @@ class Trained(Event, frozen=True, kw_only=True):
     tokens_at: Place | None = None  # what the loss saw of each token; None: not recorded
 
 
+class EtaChanged(Event, frozen=True, kw_only=True):
+    """An adaptive staleness bound moved, for the admissions from now on; the figures are means of recent steps."""
+
+    version: int  # of the weights after the training step that decided it
+    before: int
+    after: int
+    effective_sample_size: float
+    behaviour_kl: float
+
+
 class Retrained(Event, frozen=True, kw_only=True):
     """A recorded step, retrained where arithmetic is not repeatable, gave other weights, which now count."""
 

@@ -13,7 +13,7 @@ Invariants that live here:
 import gc
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -154,6 +154,18 @@ class Run:
         found = self.groups[group].ref
         assert found is not None, f"group {group} has not finished"
         return found
+
+    @property
+    def eta(self) -> int:
+        """The staleness bound in force."""
+        changed = self.all(events.EtaChanged)
+        return changed[-1].after if changed else int(self.config.get("staleness", {}).get("max_staleness", 0))
+
+    @property
+    def observed(self) -> list[tuple[int, Mapping[str, float | None], list[int]]]:
+        """What an adaptive staleness bound is decided by: each training step's metrics and its groups' bounds."""
+        trained = (step.event for step in self.steps)
+        return [(each.version, each.metrics, [self.groups[group].eta for group in each.groups]) for each in trained]
 
     @property
     def untrained_batch(self) -> tuple[int, ...] | None:

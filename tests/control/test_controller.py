@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from stage import MakeStage, Stage, StandInRewards, StandInTrainer, drawn_pace
 from system import check_finished, check_record
 
+from headway.control.adaptive import AdaptiveStaleness
 from headway.control.buffer import Buffer
 from headway.control.controller import Controller, Progress
 from headway.control.workers import Fleet
@@ -430,7 +431,8 @@ def test_the_wait_for_a_batch_never_loses_a_cancellation(make_stage: MakeStage, 
         staleness = stage.prepared.staleness()
         buffer = Buffer(staleness)
         fleet = Fleet(InlineRuntime(), stage.config)
-        controller = Controller(stage.config, fleet, stage.tasks(), Progress(0, staleness, buffer), log, tmp_path)
+        progress = Progress(0, staleness, buffer, AdaptiveStaleness(stage.config.staleness))
+        controller = Controller(stage.config, fleet, stage.tasks(), progress, log, tmp_path)
         taking = asyncio.create_task(controller._take_batch())
         await asyncio.sleep(0.01)
         buffer.put(Group(staleness.admit(0), 0, 0, 0, ()))

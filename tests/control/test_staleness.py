@@ -48,6 +48,8 @@ class Loop:
     finished: set[int] = field(default_factory=set)
     collected: list[int] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
+    etas: list[int] = field(default_factory=list)  # each group's, in force when it was admitted
+    moves: bool = False  # whether η changes on the way
 
     def __post_init__(self) -> None:
         self.reference = Reference(self.control.batch_groups, self.control.max_staleness, self.control.window)
@@ -67,9 +69,8 @@ class Loop:
                 self.control.admit(self.loaded)
             return False
         alive = len(self.admitted_at) - self.reference.states.count("dropped")
-        assert (
-            alive // self.control.batch_groups <= self.loaded + self.control.max_staleness
-        )  # Eq. 3 as the paper has it
+        assert alive // self.control.batch_groups <= self.loaded + self.control.eta  # Eq. 3 as the paper has it
+        self.etas.append(self.control.eta)
         assert self.control.admit(self.loaded) == len(self.admitted_at)
         self.running.append(len(self.admitted_at))
         self.admitted_at.append(self.loaded)
@@ -106,6 +107,9 @@ class Loop:
         else:
             self.control.trained(self.collected)
             self.staleness += [self.version - self.admitted_at[group] for group in self.collected]
+            for group in self.collected if self.control.window else ():
+                passed = math.ceil((self.control.window - 1) / self.control.batch_groups)  # type: ignore[operator]
+                assert self.version - self.admitted_at[group] <= self.etas[group] + passed
             for group in self.collected:
                 self.reference.states[group] = "trained"
             self.version += 1
@@ -115,6 +119,9 @@ class Loop:
         """Something must always be possible: otherwise the run would hang, and this fails."""
         if self.chance.random() < 0.5:
             self.loaded = self.version
+        if self.moves and self.chance.random() < 0.3:
+            self.reference.eta = self.chance.randint(0, self.control.max_staleness)
+            self.control.adapt(self.reference.eta)
         progressed = False
         for _ in range(self.chance.randrange(1, 2 * self.control.batch_groups + 1)):
             if self.chance.random() < 0.6:
@@ -133,8 +140,8 @@ class Loop:
         assert not stuck, "everything finished, nothing can be taken and nothing admitted"
 
 
-def run(control: StalenessControl, seed: int, drop_rate: float, num_steps: int) -> Loop:
-    loop = Loop(control, random.Random(seed), drop_rate)
+def run(control: StalenessControl, seed: int, drop_rate: float, num_steps: int, moves: bool = False) -> Loop:
+    loop = Loop(control, random.Random(seed), drop_rate, moves=moves)
     for _ in range(60 * num_steps):
         loop.step()
         if loop.version == num_steps:
@@ -158,6 +165,20 @@ def test_eq_3_the_window_the_ledger_and_the_bound_hold_in_any_order_of_events(
     loop = run(control, seed, drop_rate, num_steps=10)
     assert control.worst_staleness == (eta and eta + math.ceil((window(batch_groups) - 1) / batch_groups))
     assert max(loop.staleness) <= control.worst_staleness
+
+
+@repeatable
+@given(st.integers(1, 7), st.integers(1, 8), windows, st.sampled_from([0.0, 0.05, 0.3]), st.integers(0, 10**6))
+def test_invariant_1_eq_3_holds_at_each_admission_with_the_eta_then_in_force(
+    batch_groups: int, largest: int, window: Callable[[int], int], drop_rate: float, seed: int
+) -> None:
+    """η may rise and fall at any moment: each group's bound is that of its own η, and nothing waits for ever."""
+    control = StalenessControl(batch_groups, largest, window(batch_groups))
+    loop = run(control, seed, drop_rate, num_steps=12, moves=True)
+    assert control.worst_staleness is not None and max(loop.staleness) <= control.worst_staleness
+    for wrong in (-1, largest + 1):
+        with pytest.raises(ValueError, match=f"η = {wrong} lies outside 0 to max_staleness = {largest}"):
+            control.adapt(wrong)
 
 
 @repeatable

@@ -255,7 +255,7 @@ class Stage:
             self.runtime = StageRuntime(self)
             staleness = self.prepared.staleness()
             fleet = Fleet(cast(Runtime, self.runtime), self.config, staleness.worst_staleness)
-            progress = progress_from(staleness, log, run)
+            progress = progress_from(staleness, self.config.staleness, log, run)
             controller = Controller(self.config, fleet, self.tasks(), progress, log, self.directory)
             befalling = asyncio.ensure_future(self.during(self, controller)) if self.during else None
             await controller.run()

@@ -318,9 +318,13 @@ def check_admissions(config: Config, events: list[Event]) -> None:
                 confirmed[event.engine] = event.version
         elif event.kind == "trained":
             newest = event.version
+        elif event.kind == "eta_changed":
+            assert event.before == eta
+            eta = event.after
         elif event.kind in ("dropped", "skipped"):
             dropped |= set(event.groups)
         elif event.kind == "admitted":
+            assert event.eta == eta
             assert 0 <= event.version <= min(confirmed.values())
             assert num_admitted - len(dropped) < (event.version + eta + 1) * batch
             num_admitted += 1
