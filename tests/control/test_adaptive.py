@@ -72,7 +72,8 @@ class Drifting(StandInTrainer):
 
 
 def drifting(make_stage: MakeStage, steps: int, until: int) -> Stage:
-    stage = make_stage({"run": {"steps": steps}, "staleness": {"max_staleness": 4, "min_staleness": 1}})
+    sections = {"run": {"steps": steps}, "staleness": {"max_staleness": 4, "min_staleness": 1}}
+    stage = make_stage(sections | {"checkpoint": {"every": 1000}})
     stage.trainer = Drifting(stage.trainer.worst_staleness, until=until)
     return stage
 
