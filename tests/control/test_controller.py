@@ -428,14 +428,12 @@ def test_the_wait_for_a_batch_never_loses_a_cancellation(make_stage: MakeStage, 
     log = RunLog(tmp_path)
 
     async def cancel_after(num_turns: int) -> None:
-        staleness = stage.prepared.staleness()
-        buffer = Buffer(staleness)
-        fleet = Fleet(InlineRuntime(), stage.config)
-        progress = Progress(0, staleness, buffer, AdaptiveStaleness(stage.config.staleness))
+        buffer, fleet = Buffer(stage.prepared.staleness()), Fleet(InlineRuntime(), stage.config)
+        progress = Progress(0, buffer.staleness, buffer, AdaptiveStaleness(stage.config.staleness))
         controller = Controller(stage.config, fleet, stage.tasks(), progress, log, tmp_path)
         taking = asyncio.create_task(controller._take_batch())
         await asyncio.sleep(0.01)
-        buffer.put(Group(staleness.admit(0), 0, 0, 0, ()))
+        buffer.put(Group(buffer.staleness.admit(0), 0, 0, 0, ()))
         for _ in range(num_turns):
             await asyncio.sleep(0)
         was_waiting = taking.cancel()
