@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from headway import algorithm, contradictions, knobs
 from headway.algorithm import AlgorithmSection
-from headway.errors import ConfigError
+from headway.errors import CAUSE, ConfigError, translated
 from headway.section import Section
 
 SINGLE_TURN = "headway.rollout.workflows.single_turn:SingleTurn"
@@ -344,10 +344,8 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"config file {path} does not exist")
-    try:
+    with translated((tomllib.TOMLDecodeError, UnicodeDecodeError), ConfigError, f"{path} is not valid TOML: {CAUSE}"):
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for override in knobs.joined(overrides or []):
         knobs.apply_override(Config, values, override)
     run = values.setdefault("run", {})

@@ -4,6 +4,9 @@ Everything raised on purpose derives from `HeadwayError`; the command line print
 Any other exception is a bug and keeps its trace. Each type crosses process boundaries by name (`runtime/`).
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 
 class HeadwayError(Exception):
     """Base of every error whose message is written for the user."""
@@ -69,3 +72,21 @@ BY_NAME: dict[str, type[HeadwayError]] = {
         RunFailed,
     )
 }
+
+
+CAUSE = "\0"
+"""Stands in the sentence of `translated` for what the foreign error says, `KIND` for its type."""
+KIND = "\1"
+
+
+@contextmanager
+def translated(
+    kinds: type[BaseException] | tuple[type[BaseException], ...], to: Callable[[str], Exception], sentence: str
+) -> Iterator[None]:
+    """Raise `to(sentence)` where a foreign error of these kinds is raised inside, with that error as its cause."""
+    try:
+        yield
+    except kinds as error:
+        lines = (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().splitlines()
+        said = sentence.replace(KIND, type(error).__name__).replace(CAUSE, lines[0] if lines else "")
+        raise to(said) from error

@@ -1,6 +1,8 @@
 """Writing files so that a crash leaves them whole: every byte, and the directory entry, on disk."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -13,8 +15,15 @@ def write_all(fd: int, data: bytes) -> None:
 
 def fsync_directory(directory: Path) -> None:
     """Make the names of new files durable; fsync of a file covers its bytes alone."""
-    fd = os.open(directory, os.O_RDONLY)
-    try:
+    with opened(directory) as fd:
         os.fsync(fd)
+
+
+@contextmanager
+def opened(path: str | Path) -> Iterator[int]:
+    """A file descriptor for reading, closed at the end."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        yield fd
     finally:
         os.close(fd)

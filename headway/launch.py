@@ -26,7 +26,7 @@ from headway.config import SINGLE_TURN, Config
 from headway.control.run_directory import claim, fingerprint, identity
 from headway.control.staleness import StalenessControl, resolve_window
 from headway.control.workers import Fleet, make_private, open_runtime, start_trainer
-from headway.errors import ConfigError, HeadwayError, RunFailed
+from headway.errors import CAUSE, ConfigError, HeadwayError, RunFailed, translated
 from headway.model.memory import check_fit
 from headway.model.tokenizer import load_tokenizer, stop_tokens
 from headway.monitor.metrics import Metrics
@@ -144,7 +144,7 @@ def _limited(held_out: list[Prompt], limit: int) -> list[Prompt]:
 def _samplings(config: Config, stops: tuple[int, ...]) -> tuple[Sampling, Sampling]:
     """How training rollouts are sampled, and how evaluation is."""
     section = config.sampling
-    try:
+    with translated(ValueError, ConfigError, f"[sampling]: {CAUSE}"):
         training = Sampling(
             temperature=section.temperature,
             top_k=section.top_k,
@@ -153,8 +153,6 @@ def _samplings(config: Config, stops: tuple[int, ...]) -> tuple[Sampling, Sampli
             stop_tokens=stops,
             stop_strings=tuple(section.stop_strings),
         )
-    except ValueError as error:
-        raise ConfigError(f"[sampling]: {error}") from error
     return training, replace(training, temperature=config.evaluate.temperature, top_k=0, top_p=1.0)
 
 

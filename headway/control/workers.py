@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from headway.config import Config, WeightsSection
 from headway.control.mps import side_by_side
 from headway.engine.protocol import Engine
-from headway.errors import ConfigError, WorkerDied
+from headway.errors import CAUSE, ConfigError, WorkerDied, translated
 from headway.runtime.handle import with_deadline
 from headway.runtime.inline import InlineRuntime
 from headway.runtime.local import LocalRuntime
@@ -30,10 +30,8 @@ _KV_SHARE, _SHARED_KV_SHARE = 0.8, 0.3
 
 def make_private(directory: Path) -> None:
     """Create the run directory for its owner alone: it will hold prompts, completions and weights."""
-    try:
+    with translated(OSError, ConfigError, f"cannot make the run directory {directory}: {CAUSE}; check run.dir"):
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise ConfigError(f"cannot make the run directory {directory}: {error.strerror}; check run.dir") from error
 
 
 @asynccontextmanager

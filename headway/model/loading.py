@@ -25,7 +25,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from headway.config import InitSection
-from headway.errors import ConfigError
+from headway.errors import CAUSE, ConfigError, translated
 from headway.model.attention import attention_softcap
 from headway.model.shape import ModelShape
 
@@ -107,7 +107,11 @@ def load_model(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel
 
 def _load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     # transformers reports weights it cannot read by several unrelated exception types.
-    try:
+    with translated(
+        (OSError, ValueError, RuntimeError, SafetensorError),
+        ConfigError,
+        f"the weights of {path} cannot be loaded: {CAUSE}",
+    ):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
@@ -116,8 +120,6 @@ def _load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
             trust_remote_code=False,
             use_safetensors=True,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"the weights of {path} cannot be loaded: {_first_line(error)}") from error
     model: PreTrainedModel = loaded[0]
     missing = sorted(loaded[1]["missing_keys"])
     if missing:
@@ -153,13 +155,13 @@ def check_weights(path: str, config: PreTrainedConfig) -> None:
 
 def _weight_files(directory: Path) -> list[Path]:
     if (directory / INDEX).is_file():
-        try:
+        with translated(
+            (ValueError, KeyError, TypeError, AttributeError),
+            ConfigError,
+            f"the weights of {directory} cannot be loaded: {INDEX} is damaged; fetch it again",
+        ):
             index = json.loads((directory / INDEX).read_text())
             return [directory / name for name in sorted(set(index["weight_map"].values()))]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"the weights of {directory} cannot be loaded: {INDEX} is damaged; fetch it again"
-            ) from error
     if not (directory / SINGLE_FILE).is_file() and (pickles := sorted(directory.glob("*.bin"))):
         raise ConfigError(
             f"the weights of {directory} are a pickle ({pickles[0].name}), which can run code when it is loaded; "

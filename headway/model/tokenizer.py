@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headway.errors import ConfigError
+from headway.errors import CAUSE, ConfigError, translated
 from headway.types import Ints
 
 if TYPE_CHECKING:
@@ -51,10 +51,8 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
     if path.startswith((".", "/", "~")) and not Path(path).is_dir():
         raise ConfigError(f"model directory {path} does not exist; name a transformers directory or a hub model")
     # transformers reports a missing, foreign or damaged tokenizer by half a dozen unrelated exception types.
-    try:
+    with translated(Exception, ConfigError, f"{path} holds no tokenizer that transformers can load ({CAUSE})"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:
-        raise ConfigError(f"{path} holds no tokenizer that transformers can load ({_first_line(error)})") from error
     # A directory with a model's config.json but no tokenizer files loads as a tokenizer of special tokens only.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ConfigError(f"{path} holds no tokenizer: its vocabulary is empty; add the model's tokenizer files to it")
@@ -98,7 +96,7 @@ def render_chat(
     if not tokenizer.chat_template:
         raise ConfigError("task.chat = true, but the model's tokenizer has no chat template; set task.chat = false")
     # The template is the model author's program, the messages are the user's data: either may refuse the other.
-    try:
+    with translated(Exception, ConfigError, f"the chat template does not accept these messages ({CAUSE})"):
         text = tokenizer.apply_chat_template(
             messages,
             tools=tools,  # type: ignore[arg-type]  # its own type leaves out plain dicts
@@ -106,8 +104,6 @@ def render_chat(
             tokenize=False,
             **(template or {}),
         )
-    except Exception as error:
-        raise ConfigError(f"the chat template does not accept these messages ({_first_line(error)})") from error
     return str(text)
 
 

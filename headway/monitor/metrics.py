@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import msgspec
 
 from headway.config import MetricsSection
-from headway.errors import ConfigError
+from headway.errors import CAUSE, ConfigError, translated
 from headway.monitor.samples import COLUMNS, NUM_GROUPS, SampleRow, Samples, markdown
 from headway.record.events import EtaChanged, Evaluated, Event, Stats, Swapped, Trained
 from headway.record.run import Run
@@ -142,23 +142,23 @@ class WeightsAndBiases:
     """The same scalars in a W&B project; a resumed run continues its own W&B run."""
 
     def __init__(self, run_dir: Path, project: str) -> None:
-        try:
+        with translated(
+            ImportError,
+            ConfigError,
+            f"metrics.wandb_project = {project!r} needs the wandb package: pip install wandb, or clear the setting",
+        ):
             wandb: Any = importlib.import_module("wandb")
-        except ImportError:
-            raise ConfigError(
-                f"metrics.wandb_project = {project!r} needs the wandb package: pip install wandb, or clear the setting"
-            ) from None
         self._wandb = wandb
-        try:
+        with translated(
+            Exception,
+            ConfigError,
+            f"W&B did not start for metrics.wandb_project = {project!r} ({CAUSE}): "
+            "run wandb login, set WANDB_MODE=offline, or clear the setting",
+        ):  # whatever wandb raises, the user's way out is the same
             self._run = wandb.init(
                 project=project, name=run_dir.name, dir=str(run_dir), id=_wandb_id(run_dir), resume="allow"
             )
             self._run.define_metric("*", step_metric="step")
-        except Exception as error:  # whatever wandb raises, the user's way out is the same
-            raise ConfigError(
-                f"W&B did not start for metrics.wandb_project = {project!r} ({error}): "
-                "run wandb login, set WANDB_MODE=offline, or clear the setting"
-            ) from error
 
     def write(self, points: list[Point]) -> None:
         for point in points:

@@ -34,7 +34,7 @@ from headway.record.events import (
     WorkerLost,
     WorkerRestarted,
 )
-from headway.record.log import EVENTS_NAME, cannot_write
+from headway.record.log import EVENTS_NAME, writing
 from headway.record.run import Run
 
 SUMMARY_FILE = "summary.json"
@@ -243,11 +243,9 @@ def write_summary(run_dir: Path, run: Run, extra: dict[str, Any] | None = None) 
     summary = summarise(run)
     summary = replace(summary, extra={**_earlier_extra(run_dir / SUMMARY_FILE, summary), **(extra or {})})
     unfinished = run_dir / f"{SUMMARY_FILE}.new"
-    try:
+    with writing(run_dir / SUMMARY_FILE):
         unfinished.write_text(json.dumps(summary.to_json(), indent=2) + "\n")
         os.replace(unfinished, run_dir / SUMMARY_FILE)
-    except OSError as error:
-        raise cannot_write(run_dir / SUMMARY_FILE, error) from error
     return summary
 
 

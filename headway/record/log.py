@@ -14,13 +14,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, Union
 
 import msgspec
 
-from headway.errors import DeadlineExceeded, HeadwayError
-from headway.files import fsync_directory, write_all
+from headway.errors import CAUSE, DeadlineExceeded, HeadwayError, translated
+from headway.files import fsync_directory, opened, write_all
 from headway.record.events import FORMAT, KINDS, Event
 
 EVENTS_NAME = "events.jsonl"
@@ -38,12 +39,12 @@ def read(path: str | Path) -> list[Event]:
 
 def scan(path: str | Path) -> Iterator[Event]:
     """The whole events of a log, one at a time."""
-    try:
-        with open(path, "rb") as file:
-            for event, _ in _scan(file, path):
-                yield event
-    except OSError as error:
-        raise HeadwayError(f"cannot read the event log {path}: {error.strerror}; is this a run directory?") from error
+    with (
+        translated(OSError, HeadwayError, f"cannot read the event log {path}: {CAUSE}; is this a run directory?"),
+        open(path, "rb") as file,
+    ):
+        for event, _ in _scan(file, path):
+            yield event
 
 
 class Follower:
@@ -53,14 +54,14 @@ class Follower:
         self._path, self._offset, self._num_read = Path(path), 0, 0
 
     def read(self) -> Iterator[Event]:
-        try:
-            with open(self._path, "rb") as file:
-                file.seek(start := self._offset)
-                for event, end in _scan(file, self._path, self._num_read):
-                    self._offset, self._num_read = start + end, self._num_read + 1
-                    yield event
-        except OSError as error:
-            raise HeadwayError(f"cannot read the event log {self._path}: {error.strerror}") from error
+        with (
+            translated(OSError, HeadwayError, f"cannot read the event log {self._path}: {CAUSE}"),
+            open(self._path, "rb") as file,
+        ):
+            file.seek(start := self._offset)
+            for event, end in _scan(file, self._path, self._num_read):
+                self._offset, self._num_read = start + end, self._num_read + 1
+                yield event
 
 
 class EventLog:
@@ -110,11 +111,9 @@ class EventLog:
         with self._wake:
             self._check_open()
             done = self._request_flush()
-        try:
+        with translated(TimeoutError, DeadlineExceeded, self._too_slow()):
             async with asyncio.timeout(self._deadline_s):  # wait_for, on Python 3.11, can lose a cancellation
                 await asyncio.wrap_future(done)
-        except TimeoutError:
-            raise self._too_slow() from None
 
     def close(self) -> None:
         """Bring everything to disk and release the log to other processes."""
@@ -124,7 +123,7 @@ class EventLog:
             self._closed = True
             last = [] if self._failure else [self._request_flush()]
         if futures.wait(last, self._deadline_s).not_done:
-            raise self._too_slow()
+            raise DeadlineExceeded(self._too_slow())
         self._writer.join()
         os.close(self._fd)
         if self._failure:
@@ -142,8 +141,8 @@ class EventLog:
         if self._closed:
             raise ValueError(f"{self.path} is closed")
 
-    def _too_slow(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"writing {self.path} to disk took longer than {self._deadline_s:g} s; check the disk")
+    def _too_slow(self) -> str:
+        return f"writing {self.path} to disk took longer than {self._deadline_s:g} s; check the disk"
 
     def _write_loop(self) -> None:
         """Consumes appended lines, waits for some or for a flush, produces whole lines in the file."""
@@ -165,12 +164,10 @@ class EventLog:
 
     def _write(self, lines: list[bytes], durable: bool) -> None:
         self._before_write()
-        try:
+        with writing(self.path):
             write_all(self._fd, b"".join(lines))
             if durable:
                 os.fsync(self._fd)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
 
     def _fail(self, error: Exception, flushes: list["futures.Future[None]"]) -> None:
         with self._wake:
@@ -183,15 +180,14 @@ class EventLog:
     def _cut_torn_tail(self) -> int:
         """Truncate the file to its last whole event and return the next `seq`."""
         next_seq, end = 0, 0
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(os.close, self._fd)
             with open(self.path, "rb") as file:
                 for event, end in _scan(file, self.path):  # noqa: B007
                     next_seq = event.seq + 1
             if os.fstat(self._fd).st_size > end:
                 os.ftruncate(self._fd, end)
-        except BaseException:
-            os.close(self._fd)
-            raise
+            on_error.pop_all()
         return next_seq
 
 
@@ -216,41 +212,39 @@ def _without_surrogates(value: Any) -> Any:
 
 def is_being_written(path: Path) -> bool:
     """Whether a live run holds the log at `path`."""
-    try:
-        fd = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
+    with suppress(OSError), opened(path) as fd:
+        return not _locks(fd)
     return False
 
 
-def cannot_write(path: Path, error: OSError) -> HeadwayError:
-    return HeadwayError(f"cannot write {path}: {error.strerror}; make room or repair the disk, then resume the run")
+def writing(path: Path) -> AbstractContextManager[None]:
+    """Translates what the disk says of a write to `path`."""
+    sentence = f"cannot write {path}: {CAUSE}; make room or repair the disk, then resume the run"
+    return translated(OSError, HeadwayError, sentence)
 
 
 def _open_locked(path: Path) -> int:
-    try:
+    with translated(OSError, HeadwayError, f"cannot open the event log {path}: {CAUSE}; check run.dir"):
         # Not inheritable (Python's default), so that no worker started later retains the lock of a dead controller.
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    except OSError as error:
-        raise HeadwayError(f"cannot open the event log {path}: {error.strerror}; check run.dir") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fsync_directory(path.parent)
-    except BlockingIOError:
-        os.close(fd)
-        raise HeadwayError(
-            f"{path} is being written by another run; wait until it ends, stop it, or choose another run.dir"
-        ) from None
-    except OSError as error:
-        os.close(fd)
-        raise HeadwayError(f"cannot lock the event log {path}: {error.strerror}; choose a local run.dir") from error
+    with ExitStack() as on_error:
+        on_error.callback(os.close, fd)
+        with translated(OSError, HeadwayError, f"cannot lock the event log {path}: {CAUSE}; choose a local run.dir"):
+            if not _locks(fd):
+                raise HeadwayError(
+                    f"{path} is being written by another run; wait until it ends, stop it, or choose another run.dir"
+                )
+            fsync_directory(path.parent)
+        on_error.pop_all()
     return fd
+
+
+def _locks(fd: int) -> bool:
+    """Take the lock of a log, unless another process has it."""
+    with suppress(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def _scan(file: BinaryIO, path: str | Path, num_before: int = 0) -> Iterator[tuple[Event, int]]:

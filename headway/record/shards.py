@@ -26,10 +26,10 @@ import xxhash
 
 from headway import codec
 from headway.codec import noun
-from headway.errors import ConfigError, HeadwayError
+from headway.errors import CAUSE, ConfigError, HeadwayError, translated
 from headway.files import fsync_directory, write_all
 from headway.record.events import FailedTrajectory, Finished, Place
-from headway.record.log import EVENTS_NAME, EventLog, cannot_write
+from headway.record.log import EVENTS_NAME, EventLog, writing
 from headway.trained_tokens import TrainedTokens
 from headway.types import NOT_SAMPLED, Floats, Group, Ints
 
@@ -97,15 +97,13 @@ class Record:
             os.close(shard.fd)
 
     def _write(self, shard: _Shard, data: bytes) -> None:
-        try:
+        with writing(shard.path):
             write_all(shard.fd, data)
             os.fsync(shard.fd)
             if not shard.named:
                 fsync_directory(self.directory)
                 fsync_directory(self.directory.parent)
                 shard.named = True
-        except OSError as error:
-            raise cannot_write(shard.path, error) from error
 
     def load(self, ref: ShardRef) -> Group:
         """The group at `ref`, after `fsync`; damage is refused, never returned."""
@@ -121,12 +119,12 @@ class Record:
 
     def _load(self, ref: ShardRef | Place) -> Any:
         path = self.directory / ref.shard
-        try:
-            with open(path, "rb") as file:
-                file.seek(ref.offset)
-                entry = file.read(_LENGTH.size + ref.num_bytes)
-        except OSError as error:
-            raise HeadwayError(f"cannot read {path}: {error.strerror}; restore it from a copy of the run") from error
+        with (
+            translated(OSError, HeadwayError, f"cannot read {path}: {CAUSE}; restore it from a copy of the run"),
+            open(path, "rb") as file,
+        ):
+            file.seek(ref.offset)
+            entry = file.read(_LENGTH.size + ref.num_bytes)
         data = entry[_LENGTH.size :]
         whole = entry[: _LENGTH.size] == _LENGTH.pack(ref.num_bytes) and len(data) == ref.num_bytes
         if not whole or xxhash.xxh3_64_hexdigest(data) != ref.checksum:
@@ -142,13 +140,11 @@ class Record:
             os.close(shard.fd)
 
     def _start_shard(self) -> None:
-        try:
+        with writing(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             numbers = [int(path.stem.removeprefix("groups-")) for path in self.directory.glob("groups-*.bin")]
             path = self.directory / f"groups-{max(numbers, default=-1) + 1:05}.bin"
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-        except OSError as error:
-            raise cannot_write(self.directory, error) from error
         if self._shard is not None:
             self._pending.append((self._shard, None))
         self._shard = _Shard(path, fd)
@@ -159,10 +155,8 @@ class RunLog(EventLog):
 
     def __init__(self, directory: str | Path, deadline_s: float = 600.0) -> None:
         directory = Path(directory)
-        try:
+        with translated(OSError, HeadwayError, f"cannot make the run directory {directory}: {CAUSE}; check run.dir"):
             directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise HeadwayError(f"cannot make the run directory {directory}: {error.strerror}; check run.dir") from error
         self.record = Record(directory / RECORD_NAME)
         # The writer takes the waiting events first and the waiting bytes second: no event overtakes bytes it names.
         super().__init__(directory / EVENTS_NAME, before_write=self.record.fsync, deadline_s=deadline_s)
@@ -223,26 +217,26 @@ def write_jsonl(path: str | Path, groups: Iterable[Group]) -> int:
 def read_jsonl(path: str | Path) -> list[Group]:
     """Every group of a file, each checked before any is used; an error names the line and the field."""
     groups: dict[int, Group] = {}
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                where = f"{path} line {number}"
-                group = _build(Group, _parse(line, where), where, "")
-                if group.id in groups:
-                    raise ConfigError(f"{where}: id {group.id} was on an earlier line; give every group its own id")
-                groups[group.id] = group
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read groups from {path}: {error}") from error
+    with (
+        translated((OSError, UnicodeDecodeError), ConfigError, f"cannot read groups from {path}: {CAUSE}"),
+        open(path, encoding="utf-8") as file,
+    ):
+        for number, line in enumerate(file, 1):
+            where = f"{path} line {number}"
+            group = _build(Group, _parse(line, where), where, "")
+            if group.id in groups:
+                raise ConfigError(f"{where}: id {group.id} was on an earlier line; give every group its own id")
+            groups[group.id] = group
     if not groups:
         raise ConfigError(f"{path} holds no groups; make some with `headway rollout`")
     return list(groups.values())
 
 
 def _to_line(group: Group) -> str:
-    try:
+    with translated(
+        ValueError, HeadwayError, f"group {group.id} holds a number that is not finite, which JSON cannot carry"
+    ):
         return json.dumps(_plain(group), allow_nan=False) + "\n"
-    except ValueError as error:
-        raise HeadwayError(f"group {group.id} holds a number that is not finite, which JSON cannot carry") from error
 
 
 def _plain(value: Any) -> Any:
@@ -259,10 +253,8 @@ def _plain(value: Any) -> Any:
 
 
 def _parse(line: str, where: str) -> Any:
-    try:
+    with translated(ValueError, ConfigError, f"{where} is not a JSON object: {CAUSE}"):
         return json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where} is not a JSON object: {error}") from None
 
 
 def _refuse(where: str, field: str, expected: str) -> NoReturn:
@@ -314,10 +306,8 @@ def _build_noun(cls: type, plain: Any, where: str, field: str) -> Any:
         raise ConfigError(f"{where}: unknown field {inside}{unknown[0]}; known are {', '.join(_hints(cls))}")
     known = {name: hint for name, hint in _hints(cls).items() if name in plain}
     values = {name: _build(hint, plain[name], where, inside + name) for name, hint in known.items()}
-    try:
+    with translated(ValueError, ConfigError, f"{where}: {field or 'the group'} cannot be: {CAUSE}"):
         return cls(**values)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {field or 'the group'} cannot be: {error}") from None
 
 
 def _build_array(dtype: type[np.generic], plain: Any, where: str, field: str) -> Any:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from aiohttp import web
 
-from headway.errors import HeadwayError, RequestRefused
+from headway.errors import CAUSE, HeadwayError, RequestRefused, translated
 from headway.model.tokenizer import decode
 from headway.rollout.endpoint_requests import (
     ApiError,
@@ -86,10 +86,8 @@ class Endpoint:
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, backlog=_BACKLOG)
-        try:
+        with translated(OSError, HeadwayError, f"cannot listen on {host}:{port}: {CAUSE}; choose another port"):
             await site.start()
-        except OSError as error:
-            raise HeadwayError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port") from None
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://{host}:{port}/v1"
 
@@ -281,10 +279,8 @@ class _GrowingText:
 
 
 async def _json(request: web.Request) -> Any:
-    try:
+    with translated((ValueError, RecursionError), partial(ApiError, 400), f"the body is not valid JSON: {CAUSE}"):
         return json.loads(await request.read())
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from None
 
 
 def _to_api_error(error: BaseException) -> ApiError:

@@ -7,13 +7,14 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from headway.config import EngineSection
 from headway.engine.protocol import Engine
-from headway.errors import ConfigError
+from headway.errors import CAUSE, ConfigError, translated
 from headway.model.tokenizer import encode_prompt, load_tokenizer, render_chat
 from headway.rollout.endpoint import Endpoint, with_sampling
 from headway.rollout.endpoint_requests import ApiError, Call, Choice
@@ -40,10 +41,8 @@ class ServeSession:
     def prompt(self, call: Call) -> list[Ints]:
         if call.messages is None:
             return [self._tokens(prompt) for prompt in call.prompts]
-        try:
+        with translated(ConfigError, partial(ApiError, 400, param="messages"), CAUSE):
             text = render_chat(self.tokenizer, call.messages, call.template, call.tools)
-        except ConfigError as error:
-            raise ApiError(400, str(error), param="messages") from None
         return [encode_prompt(self.tokenizer, text, chat=False)]
 
     def _tokens(self, prompt: str | list[int]) -> Ints:

@@ -21,7 +21,7 @@ import numpy as np
 
 from headway.config import RolloutSection
 from headway.engine.completion import PartialCompletion
-from headway.errors import DeadlineExceeded, HeadwayError, InvariantBroken, RequestRefused, WorkerDied
+from headway.errors import DeadlineExceeded, HeadwayError, InvariantBroken, RequestRefused, WorkerDied, translated
 from headway.model.tokenizer import decode
 from headway.rollout.response_check import NonFinite, find_violation, rest_of
 from headway.rollout.reward_pool import RewardPool
@@ -76,15 +76,13 @@ class RewardClient:
 
     async def _next_pool(self, pool: RewardPool, dead: int) -> None:
         """Returns when a pool answers: the same one, if only the connection to it broke."""
-        try:
+        with translated(TimeoutError, DeadlineExceeded, f"no reward pool answered for {self._deadline_s:g} s"):
             async with asyncio.timeout(self._deadline_s):
                 with suppress(WorkerDied):
                     await pool.stats()
                     return
                 while self._incarnation == dead:
                     await self._replaced.wait()
-        except TimeoutError:
-            raise DeadlineExceeded(f"no reward pool answered for {self._deadline_s:g} s") from None
 
 
 @dataclass

@@ -19,11 +19,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 from headway import codec
 from headway.config import RewardSection
-from headway.errors import ConfigError, WorkerDied
+from headway.errors import CAUSE, ConfigError, WorkerDied, translated
 from headway.rollout.reward_process import BROKEN, HEADER, NOT_A_SCORE, RAISED, SCORED
 from headway.tasks.scoring import title
 from headway.types import Verdict
@@ -137,10 +138,8 @@ class RewardPool:
             raise WorkerDied(f"the reward pool of {self._reference} is closed, and a text still needed its verdict")
 
     async def _start(self) -> "_Child":
-        try:
+        with translated(OSError, partial(_Broken, _START), f"its process could not be created: {CAUSE}"):
             child = _Child(self._specification)
-        except OSError as error:
-            raise _Broken(_START, f"its process could not be created: {error}") from error
         self._children.add(child)
         try:
             await child.get_ready()

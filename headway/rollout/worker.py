@@ -16,7 +16,7 @@ from pathlib import Path
 
 from headway.config import RolloutSection
 from headway.engine.protocol import Engine
-from headway.errors import ConfigError, DeadlineExceeded, InvariantBroken, WorkerDied
+from headway.errors import CAUSE, KIND, ConfigError, DeadlineExceeded, InvariantBroken, WorkerDied, translated
 from headway.model.tokenizer import load_tokenizer
 from headway.rollout.episode import Context, RequestFailed, RewardClient, RunningEpisode
 from headway.rollout.reward_pool import RewardPool
@@ -140,19 +140,19 @@ def check_workflow(section: RolloutSection) -> None:
     made = imports.load(reference)
     if not callable(made) or (isinstance(made, type) and not asyncio.iscoroutinefunction(getattr(made, "run", None))):
         raise ConfigError(f"rollout.workflow {reference} has no coroutine `run(episode)`")
-    try:
+    with translated(TypeError, ConfigError, f"rollout.settings do not fit {reference}: {CAUSE}"):
         inspect.signature(made).bind(**section.settings)
-    except TypeError as error:
-        raise ConfigError(f"rollout.settings do not fit {reference}: {error}") from None
 
 
 def _make_workflow(section: RolloutSection) -> Workflow:
     # User code: an exception of its constructor becomes one sentence that names it.
     reference = section.workflow
-    try:
+    with translated(
+        Exception,
+        ConfigError,
+        f"rollout.workflow {reference} cannot be made: {KIND}: {CAUSE}",
+    ):
         made = imports.load(reference)(**section.settings)
-    except Exception as error:
-        raise ConfigError(f"rollout.workflow {reference} cannot be made: {type(error).__name__}: {error}") from error
     if not asyncio.iscoroutinefunction(getattr(made, "run", None)):
         raise ConfigError(f"rollout.workflow {reference} has no coroutine `run(episode)`")
     workflow: Workflow = made

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from headway import codec
-from headway.errors import ConfigError
+from headway.errors import CAUSE, KIND, ConfigError, translated
 from headway.tasks import imports
 
 Row = dict[str, Any]
@@ -72,10 +72,8 @@ def _reader(reference: str) -> Callable[[str], list[Row]]:
 
 
 def _text(path: str) -> str:
-    try:
+    with translated(UnicodeDecodeError, ConfigError, f"dataset {path} is not UTF-8 text ({CAUSE})"):
         return Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"dataset {path} is not UTF-8 text ({error})") from None
 
 
 def _read_jsonl(path: str) -> list[Row]:
@@ -94,10 +92,8 @@ def _read_json(path: str) -> list[Row]:
 
 
 def _parse(text: str, where: str) -> Any:
-    try:
+    with translated(json.JSONDecodeError, ConfigError, f"{where}: not valid JSON ({CAUSE})"):
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not valid JSON ({error.msg}, column {error.colno})") from None
 
 
 def _read_csv(path: str) -> list[Row]:
@@ -113,10 +109,8 @@ def _read_csv(path: str) -> list[Row]:
 def _read_parquet(path: str) -> list[Row]:
     parquet = _import("pyarrow.parquet", path)
     # A file that only calls itself Parquet is refused by pyarrow in its own words.
-    try:
+    with translated((OSError, ValueError), ConfigError, f"dataset {path} is not readable Parquet ({CAUSE})"):
         rows = parquet.read_table(path).to_pylist()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"dataset {path} is not readable Parquet ({_first_line(error)})") from error
     return [_checked(row, f"{path}, row {index}") for index, row in enumerate(rows)]
 
 
@@ -125,22 +119,20 @@ def _read_hugging_face(reference: str) -> list[Row]:
     place, _, split = reference.removeprefix(_HF).partition("@")
     name, _, config = place.partition(":")
     # The hub, the network, the cache and the data set's own files fail in a dozen ways.
-    try:
+    with translated(Exception, ConfigError, f"dataset {reference} cannot be loaded: {CAUSE}"):
         if (Path(name) / "dataset_info.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
             data = datasets.load_from_disk(name)
             data = data[split or "train"] if isinstance(data, dict) else data
         else:
             data = datasets.load_dataset(name, config or None, split=split or "train")
-    except Exception as error:
-        raise ConfigError(f"dataset {reference} cannot be loaded: {_first_line(error)}") from error
     return [_checked(dict(row), f"{reference}, row {index}") for index, row in enumerate(data)]
 
 
 def _import(module: str, reference: str) -> Any:
-    try:
+    with translated(
+        ImportError, ConfigError, f"dataset {reference} needs more packages; pip install 'headway-rl[datasets]'"
+    ):
         return importlib.import_module(module)
-    except ImportError:
-        raise ConfigError(f"dataset {reference} needs more packages; pip install 'headway-rl[datasets]'") from None
 
 
 def _call(reference: str) -> list[Row]:
@@ -151,12 +143,10 @@ def _call(reference: str) -> list[Row]:
         )
     function = imports.load(place)
     # The function is the user's: whatever it raises is told as one sentence that names it.
-    try:
+    with translated((Exception, SystemExit), ConfigError, f"{reference} raised {KIND}: {CAUSE}"):
         made = imports.call(function)
         getter = getattr(made, _SPLITS.get(split, ""), None)
         rows = list(getter() if getter else made)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{reference} raised {type(error).__name__}: {error}") from error
     if at and not getter:
         raise ConfigError(f"{reference}: {place} returns rows and no environment, so leave @{split} out")
     return [_checked(row, f"{reference}, row {index}") for index, row in enumerate(rows)]

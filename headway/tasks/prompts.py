@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.config import TaskSection
-from headway.errors import ConfigError
+from headway.errors import CAUSE, ConfigError, translated
 from headway.model.tokenizer import Messages, encode_prompt
 from headway.tasks.datasets import Row, distinct, load_rows, same_prompt_key
 from headway.tasks.scoring import needs_of_task, row_checks
@@ -157,10 +157,8 @@ def encode_row(task: TaskSection, tokenizer: "PreTrainedTokenizerBase", row: Row
     if not (isinstance(prompt, str) or messages):
         kind = type(prompt).__name__
         raise ConfigError(f"{where}: {task.prompt_field!r} is text or a list of chat messages, not {kind}")
-    try:
+    with translated(ConfigError, ConfigError, f"{where}: {CAUSE}"):
         return encode_prompt(tokenizer, compose(task, prompt), task.chat, task.template)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
 
 
 def compose(task: TaskSection, prompt: str | Messages) -> str | Messages:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, translated
 
 
 def reference_of(function: Callable[..., Any] | type, folder: Path) -> str:
@@ -54,13 +54,13 @@ class _Source:
     def _add_definition(self, name: str, value: Any) -> None:
         if name in self._definitions:
             return
-        try:
+        with translated(
+            (OSError, TypeError),
+            ConfigError,
+            f"the source of {name} is not to be found, so it cannot be sent to a worker process; put it into a .py "
+            "file and name it file.py:function",
+        ):
             source = textwrap.dedent(inspect.getsource(value))
-        except (OSError, TypeError):
-            raise ConfigError(
-                f"the source of {name} is not to be found, so it cannot be sent to a worker process; put it into a .py "
-                "file and name it file.py:function"
-            ) from None
         self._definitions[name] = ""  # its place: what it needs may need it
         for used in sorted(_names(source)):
             self._add(used, vars(sys.modules[value.__module__]))

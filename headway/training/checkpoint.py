@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headway.codec import noun
-from headway.errors import ConfigError, HeadwayError, SaveFailed
+from headway.errors import CAUSE, ConfigError, HeadwayError, SaveFailed, translated
 from headway.files import fsync_directory
 from headway.weights.fingerprints import fingerprints
 
@@ -60,10 +60,10 @@ def slot_for(num_saved: int) -> str:
 @contextmanager
 def _saving(directory: Path) -> Iterator[Path]:
     """The directory to write to before the rename to `directory`; a full or broken disk raises `SaveFailed`."""
-    try:
+    with translated(
+        (OSError, SafetensorError), SaveFailed, f"cannot write {directory}: {CAUSE}; make room or repair the disk"
+    ):
         yield directory.with_name(directory.name + ".unfinished")
-    except (OSError, SafetensorError) as error:
-        raise SaveFailed(f"cannot write {directory}: {error}; make room or repair the disk") from error
 
 
 def begin(directory: Path) -> None:
@@ -114,7 +114,11 @@ def _every_row(name: str, num_rows: int) -> range:
 
 def load(directory: Path, rows: Callable[[str, int], range] = _every_row) -> Checkpoint:
     """Read and check a slot; `rows` gives the wanted rows of a tensor from its name and its number of rows."""
-    try:
+    with translated(
+        (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError),
+        HeadwayError,
+        f"checkpoint {directory} cannot be read ({CAUSE})",
+    ):
         description = json.loads((directory / _DESCRIPTION).read_text())
         checksum = description.pop("checksum")
         if checksum != _checksum(description):
@@ -123,8 +127,6 @@ def load(directory: Path, rows: Callable[[str, int], range] = _every_row) -> Che
         for file, described in description["files"].items():
             reader.read(file, described)
         reader.check_complete()
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
-        raise HeadwayError(f"checkpoint {directory} cannot be read ({error})") from error
     return Checkpoint(description["version"], reader.tensors, reader.shapes)
 
 

@@ -9,10 +9,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headway.errors import WeightMismatch, WeightsUnreachable
+from headway.errors import CAUSE, KIND, WeightMismatch, WeightsUnreachable, translated
 from headway.files import fsync_directory
 from headway.types import TensorInfo, WeightPlace, WeightUpdate
 from headway.weights.stream import Span
@@ -99,10 +100,8 @@ def _header(version: int, tensors: Sequence[TensorInfo]) -> bytes:
 
 def fetch(update: WeightUpdate, place: WeightPlace, spans: Sequence[Span], memory: Iterator[memoryview]) -> None:
     """Read the spans, in their order, each into the next piece of memory."""
-    try:
+    with translated(OSError, WeightsUnreachable, f"{place.location} cannot be read ({CAUSE})"):
         file = os.open(place.location, os.O_RDONLY)
-    except OSError as error:
-        raise WeightsUnreachable(f"{place.location} cannot be read ({error.strerror})") from error
     try:
         starts = _find(update, place, file)
         for (info, start, _), piece in zip(spans, memory, strict=True):
@@ -116,13 +115,15 @@ def fetch(update: WeightUpdate, place: WeightPlace, spans: Sequence[Span], memor
 
 def _find(update: WeightUpdate, place: WeightPlace, file: int) -> dict[str, int]:
     """Where each tensor of the update begins in the file, which says of itself what it holds."""
-    try:
+    with translated(
+        (ValueError, TypeError, KeyError, AttributeError),
+        partial(_damaged, update, place),
+        f"its header cannot be read: {KIND} {CAUSE}",
+    ):
         num_bytes = int.from_bytes(os.pread(file, 8, 0), "little")
         entries: Mapping[str, Any] = json.loads(os.pread(file, min(num_bytes, _MAX_HEADER_BYTES), 8))
         version = int(entries["__metadata__"]["version"])
         found = {info.name: _described(entries[info.name]) for info in update.tensors}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _damaged(update, place, f"its header cannot be read: {type(error).__name__} {error}") from error
     if version != update.version:
         raise WeightsUnreachable(f"{place.location} holds version {version}")
     for info in update.tensors:

@@ -6,7 +6,7 @@ import os
 import torch
 from torch import Tensor
 
-from headway.errors import WeightsUnreachable
+from headway.errors import CAUSE, WeightsUnreachable, translated
 from headway.types import WeightUpdate
 
 TRANSPORT = "cuda"
@@ -62,9 +62,7 @@ def _map(location: str) -> Tensor:
     parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in described["storage"]]
     torch.cuda.init()
     # The memory is the publisher's and goes with it.
-    try:
+    with translated(RuntimeError, WeightsUnreachable, f"its publisher has ended ({CAUSE})"):
         storage = torch.UntypedStorage._new_shared_cuda(*parts)
-    except RuntimeError as error:
-        raise WeightsUnreachable(f"its publisher has ended ({error})") from error
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return whole.set_(storage)[described["offset"] :]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.errors import WeightMismatch, WeightsUnreachable
+from headway.errors import CAUSE, WeightMismatch, WeightsUnreachable, translated
 from headway.types import TensorInfo, WeightPlace, WeightUpdate
 from headway.weights import files, ipc, stream
 from headway.weights.fingerprints import bytes_of, fingerprints, this_host
@@ -104,10 +104,8 @@ def _open_memory(place: WeightPlace) -> int:
     if place.host not in ("", this_host()):
         raise WeightsUnreachable("its memory is another machine's")
     # The memory is the publisher's and goes with it: a dead trainer is a sentence, not a missing file.
-    try:
+    with translated(OSError, WeightsUnreachable, f"its publisher has ended ({CAUSE})"):
         return os.open(place.location, os.O_RDONLY)
-    except OSError as error:
-        raise WeightsUnreachable(f"its publisher has ended ({error.strerror})") from error
 
 
 def _fetch_memory(

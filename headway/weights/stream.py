@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from headway.errors import ConfigError, WeightsUnreachable
+from headway.errors import CAUSE, ConfigError, WeightsUnreachable, translated
 from headway.types import TensorInfo, WeightPlace, WeightUpdate
 
 Span = tuple[TensorInfo, int, int]
@@ -79,10 +79,8 @@ def _receive(peer: socket.socket, memory: memoryview, seconds: float) -> None:
     """Fill the memory, or raise: TimeoutError, or ConnectionError when the other side is gone."""
     deadline = time.monotonic() + seconds
     while len(memory):
-        try:
+        with translated(BlockingIOError, TimeoutError, CAUSE):
             num_received = peer.recv_into(memory, len(memory), socket.MSG_WAITALL)
-        except BlockingIOError:
-            raise TimeoutError from None
         if num_received == 0:
             raise ConnectionError("the other side closed the connection")
         memory = memory[num_received:]
@@ -265,10 +263,8 @@ def fetch(update: WeightUpdate, place: WeightPlace, spans: Sequence[Span], memor
 def _connect(location: str, token: bytes) -> socket.socket:
     """A connection on which both sides have proved the token."""
     host, _, port = location.rpartition(":")
-    try:
+    with translated(TimeoutError, WeightsUnreachable, f"{location} could not be connected to within {CONNECT_S:g} s"):
         server = socket.create_connection((host, int(port)), CONNECT_S)
-    except TimeoutError:
-        raise WeightsUnreachable(f"{location} could not be connected to within {CONNECT_S:g} s") from None
     try:
         _set_deadline(server, ANSWER_S)
         _introduce(server, location, token)

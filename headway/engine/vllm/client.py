@@ -15,7 +15,7 @@ import aiohttp
 
 from headway.engine.vllm import messages
 from headway.engine.vllm.messages import Message, ServerFailed, StreamPart
-from headway.errors import ConfigError, DeadlineExceeded, RequestRefused
+from headway.errors import CAUSE, ConfigError, DeadlineExceeded, RequestRefused, translated
 
 QUICK_S = 30.0
 """Deadline of requests that a server answers at once: health, metrics, settings."""
@@ -85,10 +85,8 @@ class Client:
             raise RequestRefused(f"{self.name} refused {path}: {messages.text_error(text)}")
         if response.status != 200:
             raise ServerFailed(f"{path} answered {response.status}: {messages.text_error(text)}")
-        try:
+        with translated(ValueError, ServerFailed, f"{path} answered what is not JSON"):
             return json.loads(text)
-        except ValueError as error:
-            raise ServerFailed(f"{path} answered what is not JSON") from error
 
     @asynccontextmanager
     async def _asked(
@@ -129,11 +127,13 @@ class Client:
     async def _version(self) -> str:
         what = f"{self.name} does not look like a vLLM server; check engine.urls"
         # Whatever listens there, if anything does, may answer anything.
-        try:
+        with translated(
+            (ServerFailed, ValueError, KeyError, TypeError),
+            ConfigError,
+            f"{what} ({CAUSE})",
+        ):
             status, text = await self.get("/version")
             version = json.loads(text)["version"]
-        except (ServerFailed, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{what} ({' '.join(str(error).split())[:200]})") from error
         if status != 200 or not isinstance(version, str):
             raise ConfigError(what)
         return version
@@ -170,10 +170,8 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[Message]:
             data = event.strip().removeprefix(b"data:").strip()
             if data == b"[DONE]":
                 return
-            try:
+            with translated(ValueError, ServerFailed, f"a stream brought what is not JSON: {data[:80]!r}"):
                 message = json.loads(data)
-            except ValueError as error:
-                raise ServerFailed(f"a stream brought what is not JSON: {data[:80]!r}") from error
             yield message
 
 

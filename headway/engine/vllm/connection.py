@@ -16,7 +16,7 @@ from headway.engine.vllm.client import Client, Facts, until_healthy
 from headway.engine.vllm.messages import Message, ServerFailed
 from headway.engine.vllm.model_copy import ModelCopyFiles, ServedModel
 from headway.engine.vllm.process import SCALE_OUT, Server, arguments, check_interpreter
-from headway.errors import ConfigError, DeadlineExceeded, HeadwayError, RequestRefused, WorkerDied
+from headway.errors import CAUSE, ConfigError, DeadlineExceeded, HeadwayError, RequestRefused, WorkerDied, translated
 from headway.types import Floats, Ints
 from headway.weights import probe
 
@@ -121,13 +121,13 @@ class ServerConnection:
 
     async def _load_served(self) -> None:
         """A server may hold the weights of another run; one with another vocabulary or other sizes cannot load it."""
-        try:
+        with translated(
+            ServerFailed,
+            ConfigError,
+            f"{self.client.name} cannot load {self._path} from {self.files.served} ({CAUSE}); start it on a copy "
+            "of that model (docs/vllm.md), and set engine.weights_dir to a directory that both can see",
+        ):
             await self.load(str(self.files.served))
-        except ServerFailed as error:
-            raise ConfigError(
-                f"{self.client.name} cannot load {self._path} from {self.files.served} ({error}); start it on a copy "
-                "of that model (docs/vllm.md), and set engine.weights_dir to a directory that both can see"
-            ) from error
         await self.ask("/reset_prefix_cache", params={"reset_running_requests": "true"})
 
     async def _check_model(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from headway.errors import InvariantBroken, RequestRefused
+from headway.errors import CAUSE, InvariantBroken, RequestRefused, translated
 from headway.types import Floats, Ints, Request, Sampling
 
 Message = dict[str, Any]
@@ -147,10 +147,8 @@ def _spans(choice: Message) -> tuple[Span, ...] | None:
     found = choice.get("weight_versions")
     if found is None:
         return None
-    try:
+    with translated(ValueError, InvariantBroken, f"the server stamps tokens with a version that is not ours ({CAUSE})"):
         return tuple(Span(int(span["version"]), span["start"], span["end"]) for span in found)
-    except ValueError as error:
-        raise InvariantBroken(f"the server stamps tokens with a version that is not ours ({error})") from error
 
 
 def score_body(tokens: Ints, model: str, endpoint: str) -> Message:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headway.errors import ConfigError, InvariantBroken
+from headway.errors import CAUSE, ConfigError, InvariantBroken, translated
 from headway.types import Floats, Ints, WeightUpdate
 
 if TYPE_CHECKING:
@@ -94,10 +94,8 @@ class ModelCopyFiles:
     """A directory that this process writes and a server reads: the served copy, and updates."""
 
     def __init__(self, parent: str):
-        try:
+        with translated(OSError, ConfigError, f"engine.weights_dir = {parent} cannot be written to: {CAUSE}"):
             self.root = Path(tempfile.mkdtemp(prefix="headway-vllm-", dir=parent or None))
-        except OSError as error:
-            raise ConfigError(f"engine.weights_dir = {parent} cannot be written to: {error.strerror}") from error
         if parent:
             self.root.chmod(0o755)  # the servers that read it may be another user's
         self.served = self.root / "served"

@@ -21,7 +21,7 @@ from pathlib import Path
 import headway
 from headway.config import DEFAULT_KV_TOKENS, EngineSection
 from headway.engine.vllm.model_copy import ServedModel
-from headway.errors import ConfigError, DeadlineExceeded, WorkerDied
+from headway.errors import ConfigError, DeadlineExceeded, WorkerDied, translated
 
 _BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from headway.runtime.guardian import main; main()"
 _ASK_VERSION = "from importlib.metadata import version; print(version('vllm'))"
@@ -40,10 +40,10 @@ def check_interpreter(python: str) -> tuple[int, ...]:
     if shutil.which(python) is None:
         raise ConfigError(f"engine.vllm_python = {python} is no program that can be run; name an interpreter")
     command, clean = [python, "-c", _ASK_VERSION], _clean_environment()
-    try:
+    with translated(
+        subprocess.TimeoutExpired, DeadlineExceeded, f"engine.vllm_python = {python} did not answer within {_ASK_S:g} s"
+    ):
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, env=clean)
-    except subprocess.TimeoutExpired as error:
-        raise DeadlineExceeded(f"engine.vllm_python = {python} did not answer within {_ASK_S:g} s") from error
     if done.returncode != 0:
         raise ConfigError(f"engine.vllm_python = {python} has no vLLM; install it there, as docs/vllm.md says")
     return tuple(int(number) for number in re.findall(r"\d+", done.stdout)[:3])

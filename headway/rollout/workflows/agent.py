@@ -17,11 +17,12 @@ import json
 import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from headway.errors import ConfigError
+from headway.errors import CAUSE, ConfigError, translated
 from headway.model.tokenizer import encode_prompt, render_chat
 from headway.rollout.endpoint import Endpoint
 from headway.rollout.endpoint_requests import ApiError, Call, Choice
@@ -61,15 +62,13 @@ class EpisodeSession:
                 for prompt in call.prompts
             ]
         parent = self._parent_of(call)
-        try:
+        with translated(ConfigError, partial(ApiError, 400, param="messages"), CAUSE):
             if parent is None:
                 text = render_chat(self.tokenizer, call.messages, call.template, call.tools)
                 return [encode_prompt(self.tokenizer, text, chat=False)]
             chat, new = Chat([], call.template), call.messages[len(parent.history) :]
             between = tokens_between(self.tokenizer, chat, parent.completion, new, call.tools)
             return [np.concatenate([parent.tokens, between])]
-        except ConfigError as error:
-            raise ApiError(400, str(error), param="messages") from None
 
     def _parent_of(self, call: Call) -> _Node | None:
         """The call whose messages and answer the new messages continue by most."""

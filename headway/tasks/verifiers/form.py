@@ -12,7 +12,7 @@ matched.
 import re
 from typing import Literal
 
-from headway.errors import ConfigError
+from headway.errors import CAUSE, ConfigError, translated
 from headway.tasks.verifiers import Row
 from headway.tasks.verifiers.answers import find_answer
 from headway.tasks.verifiers.bounded import Bounded, Exceeded
@@ -22,10 +22,8 @@ class Format:
     """1.0 when the whole text, without spaces around it, matches the pattern (a dot also matches line breaks)."""
 
     def __init__(self, pattern: str) -> None:
-        try:
+        with translated(re.error, ConfigError, f"Format({pattern!r}): this is no regular expression ({CAUSE})"):
             self._pattern = re.compile(pattern, re.DOTALL)
-        except re.error as error:
-            raise ConfigError(f"Format({pattern!r}): this is no regular expression ({error})") from None
 
     def __call__(self, row: Row, text: str) -> float:
         try:

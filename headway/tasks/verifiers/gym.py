@@ -17,7 +17,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, translated
 from headway.tasks.verifiers import Row, verifier
 from headway.tasks.verifiers.answers import find_answer, last
 from headway.tasks.verifiers.bounded import Bounded, Exceeded
@@ -94,10 +94,8 @@ def _dataset(task: str, size: int, seed: int, settings: tuple[tuple[str, Any], .
 
 
 def _package() -> Any:
-    try:
+    with translated(ImportError, ConfigError, "the tasks of reasoning-gym need the package; install headway-rl[gym]"):
         import reasoning_gym
-    except ImportError:
-        raise ConfigError("the tasks of reasoning-gym need the package; install headway-rl[gym]") from None
     return reasoning_gym
 
 

@@ -15,7 +15,7 @@ import re
 import secrets
 from typing import Any
 
-from headway.errors import ConfigError, HeadwayError
+from headway.errors import CAUSE, KIND, ConfigError, HeadwayError, translated
 from headway.tasks.verifiers import Row
 from headway.tasks.verifiers.answers import last
 
@@ -92,7 +92,11 @@ class Judge:
         import aiohttp
 
         headers = {"Authorization": f"Bearer {os.environ[self._key_variable]}"} if self._key_variable else {}
-        try:
+        with translated(
+            (aiohttp.ClientError, OSError, ValueError),
+            _Retried,
+            f"could not be asked: {KIND}: {CAUSE}",
+        ):
             async with (
                 aiohttp.ClientSession() as session,
                 session.post(f"{self._url}/chat/completions", json=request, headers=headers) as response,
@@ -103,12 +107,10 @@ class Judge:
                         raise _Retried(said)
                     raise JudgeError(f"the judge at {self._url} {said}")
                 answer = await response.json(content_type=None)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise _Retried(f"could not be asked: {type(error).__name__}: {error}") from None
-        try:
+        with translated(
+            (LookupError, TypeError), _Retried, f"answered what is no chat completion: {str(answer)[:80]!r}"
+        ):
             return str(answer["choices"][0]["message"]["content"] or "")
-        except (LookupError, TypeError):
-            raise _Retried(f"answered what is no chat completion: {str(answer)[:80]!r}") from None
 
 
 class _Retried(Exception):

@@ -12,7 +12,7 @@ import json
 import re
 from typing import Any
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, translated
 from headway.tasks.verifiers import Row, verifier
 from headway.tasks.verifiers.bounded import Bounded, Exceeded
 
@@ -78,10 +78,10 @@ def _accepts(schema: str, text: str) -> bool:
 
 
 def _package() -> Any:
-    try:
+    with translated(
+        ImportError, ConfigError, "the JSON schema verifier needs the package jsonschema; install headway-rl[schema]"
+    ):
         import jsonschema
-    except ImportError:
-        raise ConfigError("the JSON schema verifier needs the package jsonschema; install headway-rl[schema]") from None
     return jsonschema
 
 
