@@ -6,6 +6,7 @@ All of it is read from the sections' own fields; `root` is the section that hold
 import difflib
 import json
 import tomllib
+from contextlib import suppress
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -71,10 +72,9 @@ def apply_override(root: type[BaseModel], values: dict[str, Any], override: str)
 
 def _parse_value(text: str) -> Any:
     """A TOML value where it is one (numbers, booleans, lists, quoted strings), else the text itself."""
-    try:
+    with suppress(tomllib.TOMLDecodeError):
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+    return text
 
 
 def sentence(root: type[BaseModel], error: ValidationError) -> str:

@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -309,11 +310,8 @@ class EnginePool:
         """Statistics whose counters are final; engines that fail here are skipped."""
 
         async def read(engine: EngineWorker) -> None:
-            try:
-                stats = await self._read_stats(await engine.get(), engine.name)
-                self._report(engine, stats)
-            except FAILED as error:
-                engine.fail(engine.worker, error)
+            with engine.watched():
+                self._report(engine, await self._read_stats(await engine.get(), engine.name))
 
         await asyncio.gather(*(read(engine) for engine in self.serving))
         await self._rollout.read_all_stats()
@@ -346,14 +344,12 @@ class EnginePool:
         """Its requests continue elsewhere with what it has sampled; then it is ended."""
         engine.leaving = True
         await self._connect()
-        try:
+        with suppress(TimeoutError, *FAILED):  # then its requests continue from what was received
             async with asyncio.timeout(self._config.supervise.health_s):
                 while engine.worker is not None and _num_sequences(await engine.worker.stats()):
                     await asyncio.sleep(_DRAIN_POLL_S)
             if engine.worker is not None:
                 self._report(engine, await engine.worker.stats())
-        except (TimeoutError, *FAILED):
-            pass  # then its requests continue from what was received
         if engine.task is not None:
             engine.task.cancel()
         await self._remove(engine, "it was asked to leave")

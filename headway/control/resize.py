@@ -6,6 +6,7 @@ of it is in the event log.
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from headway.errors import HeadwayError
@@ -35,9 +36,8 @@ def ask(run_dir: Path, events_name: str, count: int, deadline_s: float = 60.0) -
 def take(run_dir: Path) -> int | None:
     """The number that is asked for, once; None where nobody asks, or asks for what cannot be."""
     path = run_dir / WANTED_NAME
-    try:
+    text = ""
+    with suppress(OSError):
         text = path.read_text()
-    except OSError:
-        return None
-    path.unlink(missing_ok=True)
+        path.unlink()
     return int(text) if text.strip().isdecimal() and 1 <= int(text) <= MOST_ENGINES else None

@@ -9,6 +9,7 @@ Invariants that live here:
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from headway.errors import DeadlineExceeded, HeadwayError, InvariantBroken, WorkerDied
@@ -38,10 +39,9 @@ async def load_newest_checkpoint(
 
 def _check_not_newer(slot: Path, num_trained: int) -> None:
     """A log restored from an older copy may name a slot that was overwritten since."""
-    try:
-        version = json.loads((slot / "checkpoint.json").read_text())["version"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # loading it says what is wrong
+    version = 0
+    with suppress(OSError, ValueError, KeyError, TypeError):  # loading it says what is wrong
+        version = int(json.loads((slot / "checkpoint.json").read_text())["version"])
     if version > num_trained:
         raise HeadwayError(f"checkpoint {slot} is of version {version}, and the log ends at {num_trained}")
 

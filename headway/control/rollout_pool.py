@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from headway.config import Config
-from headway.control.supervisor import FAILED, Supervised, Supervisor, within
+from headway.control.supervisor import Supervised, Supervisor, within
 from headway.control.workers import Fleet
 from headway.engine.protocol import Engine
 from headway.errors import WorkerDied
@@ -159,10 +159,8 @@ class RolloutPool:
             worker = supervised.worker
             if worker is None:
                 return
-            try:
+            with supervised.watched(worker):
                 await within(self._config.supervise.health_s, f"a call to {supervised.name}", call(worker))
-            except FAILED as error:
-                supervised.fail(worker, error)
 
         await asyncio.gather(*(one(supervised) for supervised in self._workers.values()))
 

@@ -12,7 +12,8 @@ Invariant that lives here:
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from headway.config import SuperviseSection
@@ -68,6 +69,14 @@ class Supervised(Generic[T]):
         if worker is not None and worker is self.worker and not self.failure.done():
             self.serving.clear()
             self.failure.set_result(cause)
+
+    @contextmanager
+    def watched(self, worker: T | None = None) -> Iterator[None]:
+        """Mark the incarnation failed when a call inside fails; the error goes no further."""
+        try:
+            yield
+        except FAILED as error:
+            self.fail(worker or self.worker, error)
 
     def started(self, worker: T) -> None:
         self.worker, self.incarnation = worker, self.incarnation + 1

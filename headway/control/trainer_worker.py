@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from headway.config import Config
 from headway.control.engine_pool import EnginePool, Published
 from headway.control.retrain import load_newest_checkpoint, retrain
-from headway.control.supervisor import FAILED, Supervised, Supervisor
+from headway.control.supervisor import Supervised, Supervisor
 from headway.control.workers import Fleet
 from headway.errors import InvariantBroken
 from headway.record.events import Warned
@@ -48,10 +48,8 @@ class TrainerWorker(Supervised[RankedTrainer]):
         """The trainer's answer; when it fails meanwhile, that of its next incarnation."""
         while True:
             trainer = await self.get()
-            try:
+            with self.watched(trainer):
                 return await call(trainer)
-            except FAILED as error:
-                self.fail(trainer, error)
 
     async def publish(self, trainer: RankedTrainer) -> Published:
         return Published(await trainer.publish(), await trainer.score(self._probe, 1.0))

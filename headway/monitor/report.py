@@ -9,6 +9,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -260,10 +261,9 @@ def _headline(summary: Summary) -> str:
 
 
 def _earlier_extra(path: Path, summary: Summary) -> dict[str, Any]:
-    try:
+    earlier: Any = {}
+    with suppress(OSError, ValueError):
         earlier = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
     if not isinstance(earlier, dict) or earlier.get("config_hash") != summary.config_hash:
         return {}
     computed = asdict(summary)

@@ -33,6 +33,7 @@ from headway.rollout.endpoint_requests import (
 )
 from headway.rollout.tool_calls import parse
 from headway.rollout.workflows import LimitReached
+from headway.runtime.gather import together
 from headway.types import Chunk, Completion, Ints, StopReason
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class Endpoint:
                 )
         if call.stream:
             return await self._stream(request, session, call, prompts)
-        choices = await _gather([_choose(session, call, *numbered) for numbered in _numbered(call, prompts)])
+        choices = await together(*(_choose(session, call, *numbered) for numbered in _numbered(call, prompts)))
         answer = head(call, chunk=False) | {"choices": [choice_body(choice, call) for choice in choices]}
         num_prompt = sum(map(len, prompts))
         return web.json_response(answer | {"usage": usage_body(choices, num_prompt)})
@@ -156,7 +157,7 @@ class Endpoint:
 
         async def all_of_them() -> list[Choice]:
             try:
-                return await _gather([one(*numbered) for numbered in _numbered(call, prompts)])
+                return await together(*(one(*numbered) for numbered in _numbered(call, prompts)))
             finally:
                 queue.put_nowait(None)
 
@@ -208,17 +209,6 @@ def _last_delta(choice: Choice, call: Call) -> dict[str, Any]:
     if call.logprobs:
         made["logprobs"] = logprobs_body(choice, chat)
     return made | record_body(choice, call)
-
-
-async def _gather(coroutines: list[Any]) -> list[Choice]:
-    """All choices; when one fails, the others are ended before its error is told."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _choose(

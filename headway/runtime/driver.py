@@ -152,12 +152,8 @@ class Keeper:
         read_end, write_end = os.pipe()
         reader = asyncio.StreamReader()
         pipe = os.fdopen(read_end, "rb", buffering=0)
-        try:
-            with listener:
-                started = await execute(name, address, listener, write_end, token, threads, directory)
-        finally:
-            os.close(write_end)
-        self._process, self._lifeline = started
+        with listener, os.fdopen(write_end, "wb", buffering=0):
+            self._process, self._lifeline = await execute(name, address, listener, write_end, token, threads, directory)
         self._output: asyncio.Queue[bytes | int] = asyncio.Queue(_MAX_CHUNKS)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
         self._watching = asyncio.create_task(self._watch(asyncio.create_task(self._take(reader))))
@@ -176,11 +172,10 @@ class Keeper:
 
     async def read(self) -> bytes | int:
         """The next that the worker printed, nothing if it is silent, and its exit code when it has ended."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(_BEAT_S):
                 return await self._output.get()
-        except TimeoutError:
-            return b""
+        return b""
 
     async def close(self) -> None:
         with suppress(BrokenPipeError):

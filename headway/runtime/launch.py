@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ async def execute(
 ) -> tuple[asyncio.subprocess.Process, int]:
     """Start the process of a worker; also the descriptor of its lifeline, which it does not survive."""
     read_end, lifeline = os.pipe()
-    try:
+    with os.fdopen(read_end, "rb", buffering=0), ExitStack() as on_error:
+        on_error.callback(os.close, lifeline)
         os.write(lifeline, token)
         # Not asyncio's PIPE: in Python 3.11 its wait() also waits for every process that inherited the pipe.
         process = await asyncio.create_subprocess_exec(
@@ -39,11 +40,7 @@ async def execute(
             env=_environment(threads),
             cwd=directory,
         )
-    except BaseException:
-        os.close(lifeline)
-        raise
-    finally:
-        os.close(read_end)
+        on_error.pop_all()
     return process, lifeline
 
 

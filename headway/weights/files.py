@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import CAUSE, KIND, WeightMismatch, WeightsUnreachable, translated
-from headway.files import fsync_directory
+from headway.files import fsync_directory, opened
 from headway.types import TensorInfo, WeightPlace, WeightUpdate
 from headway.weights.stream import Span
 
@@ -100,17 +100,12 @@ def _header(version: int, tensors: Sequence[TensorInfo]) -> bytes:
 
 def fetch(update: WeightUpdate, place: WeightPlace, spans: Sequence[Span], memory: Iterator[memoryview]) -> None:
     """Read the spans, in their order, each into the next piece of memory."""
-    with translated(OSError, WeightsUnreachable, f"{place.location} cannot be read ({CAUSE})"):
-        file = os.open(place.location, os.O_RDONLY)
-    try:
+    unreadable = f"{place.location} cannot be read ({CAUSE})"
+    with translated(OSError, WeightsUnreachable, unreadable), opened(place.location) as file:
         starts = _find(update, place, file)
         for (info, start, _), piece in zip(spans, memory, strict=True):
             if not read_into(piece, file, starts[info.name] + start):
                 raise _damaged(update, place, "it ends early")
-    except OSError as error:
-        raise WeightsUnreachable(f"{place.location} cannot be read ({error.strerror})") from error
-    finally:
-        os.close(file)
 
 
 def _find(update: WeightUpdate, place: WeightPlace, file: int) -> dict[str, int]:

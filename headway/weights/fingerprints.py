@@ -1,7 +1,6 @@
 """Checksums of published tensors, and the one digest of a whole set of weights."""
 
 import os
-import platform
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -46,8 +45,5 @@ def bytes_of(tensor: Tensor) -> memoryview:
 @cache
 def this_host() -> str:
     """What processes have in common that can map each other's memory by path: a running kernel, and its numbering."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return platform.node()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"

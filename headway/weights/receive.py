@@ -3,15 +3,15 @@ else a connection (stream.py) or a file (files.py).
 """
 
 import mmap
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headway.errors import CAUSE, WeightMismatch, WeightsUnreachable, translated
+from headway.files import opened
 from headway.types import TensorInfo, WeightPlace, WeightUpdate
 from headway.weights import files, ipc, stream
 from headway.weights.fingerprints import bytes_of, fingerprints, this_host
@@ -100,34 +100,29 @@ def _mapped(update: WeightUpdate, place: WeightPlace) -> dict[str, Tensor]:
     return _map_memory(update, place)
 
 
-def _open_memory(place: WeightPlace) -> int:
+@contextmanager
+def _open_memory(place: WeightPlace) -> Iterator[int]:
     if place.host not in ("", this_host()):
         raise WeightsUnreachable("its memory is another machine's")
     # The memory is the publisher's and goes with it: a dead trainer is a sentence, not a missing file.
-    with translated(OSError, WeightsUnreachable, f"its publisher has ended ({CAUSE})"):
-        return os.open(place.location, os.O_RDONLY)
+    with translated(OSError, WeightsUnreachable, f"its publisher has ended ({CAUSE})"), opened(place.location) as file:
+        yield file
 
 
 def _fetch_memory(
     update: WeightUpdate, place: WeightPlace, spans: Sequence[Span], memory: Iterator[memoryview]
 ) -> None:
     """Read rather than mapped: the first touch of each mapped page would cost more than its copy."""
-    file = _open_memory(place)
-    try:
+    with _open_memory(place) as file:
         for (info, start, _), piece in zip(spans, memory, strict=True):
             if not files.read_into(piece, file, info.offset + start):
                 raise WeightsUnreachable("its publisher has moved on")
-    finally:
-        os.close(file)
 
 
 def _map_memory(update: WeightUpdate, place: WeightPlace) -> dict[str, Tensor]:
     """Views of the publisher's memory, copy-on-write: nobody can change it."""
-    file = _open_memory(place)
-    try:
+    with _open_memory(place) as file:
         memory = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
-    finally:
-        os.close(file)
     whole = np.frombuffer(memory, dtype=np.uint8)
     tensors = {}
     for info in update.tensors:

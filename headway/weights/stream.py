@@ -201,12 +201,10 @@ def is_loopback(address: str) -> bool:
 
 def own_address() -> str:
     """The address by which other machines reach this one: that of its route to elsewhere. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # an address reserved for documents
-            return str(probe.getsockname()[0])
-        except OSError:
-            return socket.gethostbyname(socket.gethostname())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # an address reserved for documents
+        return str(probe.getsockname()[0])
+    return socket.gethostbyname(socket.gethostname())
 
 
 # The fetching side

@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -75,16 +76,15 @@ def _identity(cxx: str) -> str:
 
 def _compile(cxx: str, path: Path) -> bool:
     # A compiler that fails, or a home that cannot be written, costs speed and nothing else.
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             built = Path(scratch) / "native.so"
             command = [cxx, *_FLAGS, "-o", str(built), str(_SOURCE)]
             subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_DEADLINE_S)
             built.replace(path)
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return True
+        return True
+    return False
 
 
 def _declare(loaded: ctypes.CDLL, dtype: str) -> None:

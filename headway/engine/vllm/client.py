@@ -7,7 +7,7 @@ Invariant that sequences here:
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,9 +179,7 @@ async def until_healthy(client: Client, seconds: float, poll_s: float = 0.2) -> 
     """Wait for a server that is starting."""
     async with asyncio.timeout(seconds):
         while True:
-            try:
+            with suppress(ServerFailed):  # not listening yet
                 if await client.is_healthy():
                     return
-            except ServerFailed:
-                pass  # not listening yet
             await asyncio.sleep(poll_s)

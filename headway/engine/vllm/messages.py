@@ -9,6 +9,7 @@ temperature 1.
 """
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,10 +177,9 @@ def error_in(answer: Any) -> str:
 
 
 def text_error(body: str) -> str:
-    try:
+    with suppress(ValueError):
         return error_in(json.loads(body))
-    except ValueError:
-        return " ".join(body.split())[:300]
+    return " ".join(body.split())[:300]
 
 
 def metrics_of(text: str) -> dict[str, float]:

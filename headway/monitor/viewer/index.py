@@ -4,12 +4,10 @@ A row is one trajectory. Columns are numpy arrays, so that a million rows are fi
 and tokens stay in the record and are read when somebody opens them.
 """
 
-import gc
 import threading
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +39,7 @@ from headway.record.events import (
     WorkerRestarted,
 )
 from headway.record.log import EVENTS_NAME, Follower, is_being_written
+from headway.record.run import without_collection
 from headway.types import StopReason
 
 STATES = ("waiting", "taken", "trained", "dropped", "failed", "in flight")
@@ -227,7 +226,7 @@ class RunIndex:
             return self._table
 
     def refresh(self) -> None:
-        with self._lock, _without_collection():
+        with self._lock, without_collection():
             for event in self._follower.read():
                 self._fold(event)
 
@@ -311,18 +310,6 @@ class RunIndex:
 
     def _span(self, row: str, start: float, end: float, share: float, text: str) -> None:
         self.spans.setdefault(row, []).append((self.at(start), self.at(end), share, text))
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Reading a log makes a million objects and no garbage: looking for some would double the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 _HANDLERS: dict[type[Event], Any] = {

@@ -53,6 +53,15 @@ def check_row(function: Callable[..., Any], row: Row) -> str:
     return check(row) if check is not None else ""
 
 
+def complaint(parse: Callable[[Any], object], value: Any) -> str:
+    """Why `parse` refuses the value, or "": a `check_row` made of the function that a verifier reads the row with."""
+    try:
+        parse(value)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def warm_up(function: Callable[..., Any]) -> None:
     """Load what the verifier wants loaded before its first text."""
     if getattr(function, "warm_up", None) is not None:

@@ -61,6 +61,12 @@ class Bounded:
             raise RuntimeError(value)
         return value
 
+    def within_limits(self, *arguments: Any, otherwise: Any) -> Any:
+        """What the function returns, or `otherwise` where the call exceeds its limits."""
+        with contextlib.suppress(Exceeded):
+            return self(*arguments)
+        return otherwise
+
     def close(self) -> None:
         with self._lock:
             if self._owner == os.getpid():
@@ -132,10 +138,7 @@ def _answer(function: Callable[..., Any], arguments: list[Any]) -> list[Any]:
 
 
 def _limit_memory(extra_mb: int) -> None:
-    try:
-        with open("/proc/self/statm") as file:
-            now = int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:
-        return
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
     most = now + (extra_mb << 20)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -11,7 +11,7 @@ none. An error: the row's answer is neither; such rows are refused at start.
 import re
 from typing import Any
 
-from headway.tasks.verifiers import Row, verifier
+from headway.tasks.verifiers import Row, complaint, verifier
 from headway.tasks.verifiers.answers import find_answer, last
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -37,11 +37,7 @@ def _wanted(row: Row) -> str:
 
 
 def check_row(row: Row) -> str:
-    try:
-        _wanted(row)
-    except ValueError as error:
-        return str(error)
-    return ""
+    return complaint(_wanted, row)
 
 
 @verifier(needs=("answer",), check_row=check_row)

@@ -23,6 +23,7 @@ import json
 import re
 import sys
 import threading
+from contextlib import suppress
 from functools import lru_cache
 
 from headway.tasks.sandbox.pool import Limits, Outcome, Run, Sandboxes, Tests
@@ -128,11 +129,10 @@ def _complete(row: Row, program: str) -> str:
 
 
 def _compiles(source: str) -> bool:
-    try:
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
         ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
+        return True
+    return False
 
 
 def _cases(row: Row) -> list[tuple[str, str]]:

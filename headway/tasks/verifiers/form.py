@@ -15,7 +15,7 @@ from typing import Literal
 from headway.errors import CAUSE, ConfigError, translated
 from headway.tasks.verifiers import Row
 from headway.tasks.verifiers.answers import find_answer
-from headway.tasks.verifiers.bounded import Bounded, Exceeded
+from headway.tasks.verifiers.bounded import Bounded
 
 
 class Format:
@@ -26,10 +26,7 @@ class Format:
             self._pattern = re.compile(pattern, re.DOTALL)
 
     def __call__(self, row: Row, text: str) -> float:
-        try:
-            return float(_MATCHES(self._pattern.pattern, text.strip()))
-        except Exceeded:
-            return 0.0
+        return float(_MATCHES.within_limits(self._pattern.pattern, text.strip(), otherwise=False))
 
 
 class Length:

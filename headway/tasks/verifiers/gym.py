@@ -20,7 +20,7 @@ from typing import Any
 from headway.errors import ConfigError, translated
 from headway.tasks.verifiers import Row, verifier
 from headway.tasks.verifiers.answers import find_answer, last
-from headway.tasks.verifiers.bounded import Bounded, Exceeded
+from headway.tasks.verifiers.bounded import Bounded
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LONGEST = 20_000
@@ -58,10 +58,8 @@ def verify(row: Row, text: str) -> float:
     place, said = row["gym"], answer_in(text)
     if said is None or len(said) > _LONGEST:
         return 0.0
-    try:
-        return float(_SCORE(place["task"], place["size"], place["seed"], place["settings"], place["index"], said))
-    except Exceeded:
-        return 0.0
+    which = (place[key] for key in ("task", "size", "seed", "settings", "index"))
+    return float(_SCORE.within_limits(*which, said, otherwise=0.0))
 
 
 def answer_in(text: str) -> str | None:

@@ -12,9 +12,9 @@ regular expression; such rows are refused at start.
 import re
 from typing import Any
 
-from headway.tasks.verifiers import Row, verifier
+from headway.tasks.verifiers import Row, complaint, verifier
 from headway.tasks.verifiers.answers import find_answer
-from headway.tasks.verifiers.bounded import Bounded, Exceeded
+from headway.tasks.verifiers.bounded import Bounded
 
 
 def _accepted(row: Row) -> list[str]:
@@ -25,11 +25,7 @@ def _accepted(row: Row) -> list[str]:
 
 
 def check_row(row: Row) -> str:
-    try:
-        _accepted(row)
-    except ValueError as error:
-        return str(error)
-    return ""
+    return complaint(_accepted, row)
 
 
 @verifier(needs=("answer",), check_row=check_row)
@@ -63,10 +59,7 @@ def verify_regex(row: Row, text: str) -> float:
     """1.0 when the pattern is found in the text."""
     if wrong := check_pattern(row):
         raise ValueError(wrong)
-    try:
-        return float(_SEARCH(row["pattern"], text))
-    except Exceeded:
-        return 0.0
+    return float(_SEARCH.within_limits(row["pattern"], text, otherwise=False))
 
 
 def _search(pattern: str, text: str) -> bool:

@@ -91,10 +91,7 @@ def equal(reference: str, given: str) -> bool:
         return same(one, other) or _percent(reference, given, one, other)
     if (words := _as_words(reference)) is not None and not _is_symbol(reference):
         return words == _as_words(given)
-    try:
-        return bool(_EQUAL(reference, given))
-    except Exceeded:
-        return False
+    return bool(_EQUAL.within_limits(reference, given, otherwise=False))
 
 
 def _power_of_unit(text: str) -> str:

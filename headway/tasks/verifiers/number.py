@@ -18,7 +18,7 @@ import re
 from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal
 from typing import Any, NamedTuple
 
-from headway.tasks.verifiers import Row, verifier
+from headway.tasks.verifiers import Row, complaint, verifier
 from headway.tasks.verifiers.answers import find_answer, last
 
 _UNSIGNED = (
@@ -65,11 +65,7 @@ class Ratio(NamedTuple):
 
 def check_row(row: Row) -> str:
     """Why the row's answer is no plain number, or ""."""
-    try:
-        _parse_answer(row["answer"])
-    except ValueError as error:
-        return str(error)
-    return ""
+    return complaint(_parse_answer, row["answer"])
 
 
 @verifier(needs=("answer",), check_row=check_row)

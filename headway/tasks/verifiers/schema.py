@@ -14,7 +14,7 @@ from typing import Any
 
 from headway.errors import ConfigError, translated
 from headway.tasks.verifiers import Row, verifier
-from headway.tasks.verifiers.bounded import Bounded, Exceeded
+from headway.tasks.verifiers.bounded import Bounded
 
 _FENCED = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.DOTALL)
 _LONGEST = 1 << 20
@@ -37,10 +37,7 @@ def warm_up() -> None:
 def verify(row: Row, text: str) -> float:
     """1.0 when the text's JSON is what the schema asks for."""
     schema = json.dumps(_schema(row))
-    try:
-        return float(_ACCEPTS(schema, text[-_LONGEST:]))
-    except Exceeded:
-        return 0.0
+    return float(_ACCEPTS.within_limits(schema, text[-_LONGEST:], otherwise=False))
 
 
 @verifier(needs=())
