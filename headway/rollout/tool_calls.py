@@ -10,6 +10,7 @@ import re
 import types
 import typing
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +43,9 @@ def parse(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def _to_call(text: str) -> ToolCall | None:
-    try:
+    value: Any = None
+    with suppress(ValueError, RecursionError):
         value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters"))

@@ -12,6 +12,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -151,11 +152,9 @@ def to_number(value: Any) -> float:
     import numpy as np
 
     if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
-        try:
+        with suppress(OverflowError):
             if math.isfinite(number := float(value)):
                 return number
-        except OverflowError:
-            pass
     what = float.__repr__(value) if isinstance(value, float) else f"a value of type {type(value).__name__}"
     raise NotAScore(what)
 
@@ -196,18 +195,16 @@ def _a(value: Any) -> str:
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    try:
+    with suppress(TypeError, ValueError):  # some built-in functions have none
         return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some built-in functions have none
-        return None
+    return None
 
 
 def _takes_two(parameters: Iterable[inspect.Parameter]) -> bool:
-    try:
+    with suppress(TypeError):
         inspect.Signature(list(parameters)).bind({}, "")
-    except TypeError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _is_trl(function: Callable[..., Any]) -> bool:

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,9 @@ class _Source:
 
     def _add_constant(self, name: str, value: Any) -> None:
         text = repr(value)
-        try:
+        same = False
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             same = bool(ast.literal_eval(text) == value)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            same = False
         if not same:
             raise ConfigError(
                 f"{self._owner} uses {name}, a {type(value).__name__}, which cannot be sent to a worker process; make "

@@ -74,6 +74,7 @@ TOO_LONG: dict[str, str] = {}
 """Exceptions to the ceilings: "path" or "path:function" to the reason. None so far."""
 
 FILE_LINES, FUNCTION_LINES, NUM_KNOBS = 500, 80, 130
+TRIES_PER_THOUSAND_LINES = 6
 
 INVARIANTS = {
     1: "Single admission authority",
@@ -257,6 +258,13 @@ def test_files_and_functions_stay_below_their_ceilings(path: Path) -> None:
     assert num_lines <= FILE_LINES or name in TOO_LONG, f"{name} has {num_lines} lines"
     for function, length in functions(path):
         assert length <= FUNCTION_LINES or f"{name}:{function}" in TOO_LONG, f"{name}:{function} has {length} lines"
+
+
+def test_errors_are_caught_only_where_that_is_a_decision() -> None:
+    num_tries = sum(isinstance(node, ast.Try) for path in MODULES.values() for node in ast.walk(tree(path)))
+    num_lines = sum(len(path.read_text().splitlines()) for path in MODULES.values())
+    limit = TRIES_PER_THOUSAND_LINES * num_lines // 1000
+    assert num_tries < limit, f"{num_tries} try statements, and {limit} are too many: see CONTRIBUTING.md"
 
 
 def test_no_module_is_named_after_nothing() -> None:

@@ -16,7 +16,6 @@ from headway.errors import DeadlineExceeded, WorkerDied
 from headway.rollout.reward_pool import RewardPool
 from headway.rollout.router import Placement, Router
 from headway.rollout.worker import RolloutWorker
-from headway.runtime.semaphore import PrioritySemaphore
 from headway.types import (
     Admission,
     Chunk,
@@ -35,42 +34,6 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 async def turns(num: int = 10) -> None:
     for _ in range(num):
         await asyncio.sleep(0)
-
-
-# How many at once
-
-
-def test_a_semaphore_admits_urgent_requests_first_and_the_others_in_order() -> None:
-    async def scenario() -> None:
-        semaphore, inside, leave = PrioritySemaphore(), list[int](), asyncio.Event()
-
-        async def visit(number: int, urgent: bool = False) -> None:
-            async with semaphore.slot(urgent):
-                inside.append(number)
-                await leave.wait()
-
-        semaphore.set_limit(2)
-        visits = [asyncio.create_task(visit(number)) for number in range(5)]
-        await turns()
-        assert inside == [0, 1]
-        visits.append(asyncio.create_task(visit(9, urgent=True)))
-        await turns()
-        assert semaphore.num_waiting == 4
-        visits[2].cancel()
-        await turns()
-        semaphore.set_limit(4)
-        await turns()
-        assert inside == [0, 1, 9, 3], "a cancelled waiter is skipped"
-        semaphore.set_limit(None)
-        await turns()
-        assert inside == [0, 1, 9, 3, 4]
-        leave.set()
-        await asyncio.gather(*visits, return_exceptions=True)
-        semaphore.set_limit(1)
-        async with semaphore.slot():
-            pass
-
-    run(scenario())
 
 
 # Which engine

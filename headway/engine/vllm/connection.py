@@ -5,7 +5,8 @@ Invariant that sequences here:
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -42,11 +43,9 @@ class ServerConnection:
 
     async def open(self, kv_share: float, on_failure: Callable[[HeadwayError], None]) -> None:
         """Connect and check; from then on `on_failure` is called, once, when the server is lost."""
-        try:
+        async with self.explained():
             await self._connect(kv_share)
             await self._check()
-        except ServerFailed as error:
-            raise await self.exit_error(error) from error
         if self._server is not None:
             self._server.forget()
         self._watching = asyncio.create_task(self._watch(on_failure))
@@ -164,6 +163,14 @@ class ServerConnection:
         if self.failure is not None:
             raise type(self.failure)(str(self.failure))
 
+    @asynccontextmanager
+    async def explained(self) -> AsyncIterator[None]:
+        """Calls whose failure is reported as the end of the server, if it was that."""
+        try:
+            yield
+        except ServerFailed as error:
+            raise await self.exit_error(error) from error
+
     async def exit_error(self, error: ServerFailed) -> HeadwayError:
         """The error of a failed call: how the server ended, if it has, else what the call answered."""
         if self._server is None:
@@ -179,10 +186,8 @@ class ServerConnection:
     async def ask(self, path: str, body: Message | None = None, params: dict[str, str] | None = None) -> Any:
         """A call that must succeed; its failure is reported as the end of the server, if it was that."""
         self.check_alive()
-        try:
+        async with self.explained():
             return await self.client.post(path, body, params)
-        except ServerFailed as error:
-            raise await self.exit_error(error) from error
 
     async def load(self, weights: str) -> None:
         await self.client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": weights}})

@@ -26,7 +26,7 @@ from headway.engine.vllm import messages
 from headway.engine.vllm.client import QUICK_S
 from headway.engine.vllm.connection import ServerConnection
 from headway.engine.vllm.messages import ServerFailed
-from headway.engine.vllm.sequence import ServedSequence, Slots
+from headway.engine.vllm.sequence import ServedSequence
 from headway.errors import (
     DeadlineExceeded,
     HeadwayError,
@@ -35,6 +35,7 @@ from headway.errors import (
     WeightMismatch,
     WorkerDied,
 )
+from headway.runtime.semaphore import PrioritySemaphore
 from headway.types import (
     Chunk,
     Completion,
@@ -66,7 +67,9 @@ class VllmEngine:
         self._connection = ServerConnection(model_path, dtype, section, url, logprobs_mode, deadline_s)
         self.version = 0
         self._salt = secrets.token_hex(8)
-        self._slots = Slots(section.max_num_seqs)
+        self._slots = PrioritySemaphore(section.max_num_seqs)
+        self._may_submit = asyncio.Event()  # not during a swap
+        self._may_submit.set()
         self._sequences: dict[str, ServedSequence] = {}
         self._between = asyncio.Lock()  # held during a swap, and by what must not meet one
         self._tokenizer: Any = None
@@ -121,13 +124,11 @@ class VllmEngine:
         """Submissions until the completion is whole; its caller gets every error."""
         try:
             if sequence.stop is None:
-                await self._slots.take(sequence.request.urgent)
-                try:
+                async with self._slots.slot(sequence.request.urgent):
                     while sequence.stop is None:
-                        await self._slots.opened()
-                        await self._submit(sequence)
-                finally:
-                    self._slots.give_back()
+                        await self._may_submit.wait()
+                        if self._may_submit.is_set():  # another swap may have begun before this task runs
+                            await self._submit(sequence)
             assert sequence.stop is not None
             sequence.finish(sequence.stop)
         except ServerFailed as error:
@@ -218,12 +219,14 @@ class VllmEngine:
                 f"version {version} was not staged; staged is {self._connection.files.staged_version}"
             )
         async with self._between:
-            self._slots.shut()
+            self._slots.set_limit(0)
+            self._may_submit.clear()
             if kv == "drain":
                 await self._until_ended(self._in_flight, self._deadline_s)
             report = await self._exchange(version, kv)
             self._connection.files.loaded(version)
-            self._slots.open()
+            self._slots.set_limit(self._section.max_num_seqs)
+            self._may_submit.set()
         return report
 
     async def _exchange(self, version: int, kv: KvPolicy) -> SwapReport:
@@ -292,18 +295,14 @@ class VllmEngine:
             raise RequestRefused(f"vLLM scores prompts at temperature 1 only, not {temperature:g}")
         async with self._between:
             self._connection.check_alive()
-            try:
+            async with self._connection.explained():
                 found = await asyncio.gather(*(self._connection.score(tokens) for tokens in sequences))
-            except ServerFailed as error:
-                raise await self._connection.exit_error(error) from error
             return Scores(self.version, tuple(found))
 
     async def stats(self) -> EngineStats:
         self._connection.check_alive()
-        try:
+        async with self._connection.explained():
             metrics = await self._connection.client.metrics()
-        except ServerFailed as error:
-            raise await self._connection.exit_error(error) from error
         self._count_busy(0)
         num_cached = metrics.get("prefix_cache_hits_total", 0.0)
         return EngineStats(

@@ -16,6 +16,7 @@ import inspect
 import json
 import secrets
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -150,10 +151,9 @@ def _comparable(message: dict[str, Any]) -> Any:
 
 
 def _parsed(arguments: Any) -> Any:
-    try:
+    with suppress(TypeError, ValueError):
         return json.loads(arguments)
-    except (TypeError, ValueError):
-        return arguments
+    return arguments
 
 
 class Agent:

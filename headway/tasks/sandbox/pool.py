@@ -20,6 +20,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,13 +186,10 @@ class Sandboxes:
         """Run the program once for each input; fewer runs than inputs when time ran out or one failed."""
         given = [text.encode("utf-8", "surrogatepass") for text in inputs]
         job = {"kind": "runs", "program": program, "inputs": given, "stop_at_error": stop_at_error}
-        try:
-            report = self._do(job, lambda sandbox, deadline: wire.decode(sandbox.hear(deadline)))
-        except (TimeoutError, wire.WireError):
-            return []
-        return [
-            Run(r["output"], r["errors"].decode(errors="replace"), r["status"], r["too_long"]) for r in report["runs"]
-        ]
+        runs: list[Any] = []
+        with suppress(TimeoutError, wire.WireError):
+            runs = self._do(job, lambda sandbox, deadline: wire.decode(sandbox.hear(deadline)))["runs"]
+        return [Run(r["output"], r["errors"].decode(errors="replace"), r["status"], r["too_long"]) for r in runs]
 
     def close(self) -> None:
         self._closed = True

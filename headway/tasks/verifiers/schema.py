@@ -10,6 +10,7 @@ JSON alone.
 
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 from headway.errors import ConfigError, translated
@@ -53,10 +54,8 @@ def find_json(text: str) -> list[Any] | None:
     candidates = [*named[-1:], *(body for _, body in fenced[-1:]), text]
     candidates.append(text[text.find("{") : text.rfind("}") + 1])
     for candidate in candidates:
-        try:
+        with suppress(ValueError, RecursionError):
             return [json.loads(candidate)]
-        except (ValueError, RecursionError):
-            continue
     return None
 
 

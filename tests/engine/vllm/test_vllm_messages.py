@@ -22,7 +22,6 @@ from headway import launch
 from headway.engine.vllm import messages
 from headway.engine.vllm.client import Client
 from headway.engine.vllm.messages import PROCESSED, RAW, Submission
-from headway.engine.vllm.sequence import Slots
 from headway.errors import InvariantBroken, RequestRefused, WeightMismatch
 from headway.model.loading import named_weights
 from headway.monitor.view import PlainView
@@ -57,7 +56,7 @@ def test_invariant_3_every_token_is_stamped_with_the_weights_that_sampled_it(
             await until(lambda: len(server.jobs) == 4)
             swapping = asyncio.create_task(updates.swap(engine, kv))
             if kv == "drain":
-                await until(lambda: not engine._slots._open.is_set())
+                await until(lambda: not engine._may_submit.is_set())
                 third = Watched(engine, make_request(prompt(9), 2))
                 server.budget = None
             report = await swapping
@@ -231,20 +230,6 @@ def test_no_more_requests_run_than_sequences_are_allowed_and_urgent_ones_go_firs
             names = [body["request_id"] for body in server.bodies]
             assert names[2].startswith("eval/2/0/0/")
             assert (await engine.stats()).num_generated == 4 * 3, "only training rollouts are counted"
-
-    run(scenario())
-
-
-def test_a_slot_asked_for_and_given_up_is_given_to_the_next() -> None:
-    async def scenario() -> None:
-        slots = Slots(1)
-        await slots.take(False)
-        leaving, staying = (asyncio.create_task(slots.take(False)) for _ in range(2))
-        await asyncio.sleep(0)
-        slots.give_back()  # goes to the first, which is cancelled before it runs
-        leaving.cancel()
-        await asyncio.wait_for(staying, 5)
-        assert leaving.cancelled() and slots.num_waiting == 0
 
     run(scenario())
 
