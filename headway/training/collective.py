@@ -1,7 +1,7 @@
 """Rendezvous and collective operations of trainer ranks. Knows nothing of RL.
 
-Ranks rendezvous at a store, which listens on loopback by default, and then communicate by gloo on CPUs and by NCCL
-between GPUs. Only numbers travel that way, and nothing that arrives is unpickled.
+Ranks rendezvous at a store, which listens on loopback by default and among several machines on the address of the one
+that starts them, and then communicate by gloo on CPUs and by NCCL between GPUs. Only numbers travel that way, and nothing that arrives is unpickled.
 
 Invariant that lives here:
  15. Bounded waits: the rendezvous has a deadline, and ranks missing from it are named.
@@ -12,6 +12,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -55,9 +56,10 @@ class Rendezvous:
 
 def join(spec: RankSpec, device: torch.device) -> "Ranks":
     """Join the other ranks; afterwards this process takes part in collective operations."""
-    if spec.host == LOOPBACK:
+    # Left to themselves they would take the address of the host's name, which may be one that others cannot reach.
+    if interface := _interface_towards(spec.host):
         for knob in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(knob, "lo")
+            os.environ.setdefault(knob, interface)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # Below the deadline for starting this rank, so that the error names the missing ranks.
@@ -70,6 +72,16 @@ def join(spec: RankSpec, device: torch.device) -> "Ranks":
     num, patience = len(spec.names), timedelta(seconds=spec.deadline_s)
     dist.init_process_group(backend, store=store, rank=spec.rank, world_size=num, timeout=patience)
     return Ranks(spec.rank, num)
+
+
+def _interface_towards(host: str) -> str:
+    """The network interface by which this machine reaches `host`; empty if none has that address."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # nothing is sent
+        own = probe.getsockname()[0]
+    interfaces = psutil.net_if_addrs().items()
+    named = [name for name, addresses in interfaces if any(each.address == own for each in addresses)]
+    return named[0] if named else ""
 
 
 def _wait_for_all(store: TCPStore, spec: RankSpec, timeout_s: float) -> None:

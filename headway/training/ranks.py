@@ -30,10 +30,11 @@ from headway.runtime.protocol import Runtime
 from headway.trained_tokens import TrainedTokens
 from headway.training import checkpoint
 from headway.training.batches import MemoryFit
-from headway.training.collective import RankSpec, Rendezvous
+from headway.training.collective import LOOPBACK, RankSpec, Rendezvous
 from headway.training.trainer import Trainer
 from headway.types import Batch, Ints, Scores, StepReport, WeightUpdate
 from headway.weights.publish import joined
+from headway.weights.stream import own_address
 
 _SETTLE_S = 10.0  # after one rank failed, the time the others have to report what they know
 _PING_S = 5.0
@@ -81,7 +82,8 @@ class RankedTrainer:
         self._cause = self._ending = None
         specs: list[RankSpec | None] = [None]
         if len(self._names) > 1:
-            self._rendezvous = Rendezvous(self._names, self._deadline_s)
+            host = own_address() if await self._runtime.num_machines() > 1 else LOOPBACK
+            self._rendezvous = Rendezvous(self._names, self._deadline_s, host)
             specs = list(self._rendezvous.specs)
         starts = zip(self._names, specs, self._section.placement.values(), strict=True)
         self.ranks = await together(*(self._start_rank(*start) for start in starts))

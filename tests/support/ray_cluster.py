@@ -11,8 +11,12 @@ import tempfile
 from functools import cache
 from typing import Any
 
-NODES = {"127.0.0.1": {"rollouts": 8}, "127.0.0.2": {"engines": 8}, "127.0.0.3": {"trainers": 8}}
-"""Each node's address, and a resource that only it has."""
+NODES = {
+    "127.0.0.1": {"rollouts": 8},
+    "127.0.0.2": {"engines": 8, "ranks": 1},
+    "127.0.0.3": {"trainers": 8, "ranks": 1},
+}
+"""Each node's address, and a resource that only it has; `ranks` is for one trainer rank a node."""
 
 PLACES = {
     "probe": {"engines": 1},

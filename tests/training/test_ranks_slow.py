@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import ray_cluster
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,8 +33,10 @@ from headway.model.tokenizer import build_character_tokenizer
 from headway.record.events import Event
 from headway.record.run import Run, fold
 from headway.runtime.channel import RemoteError
+from headway.runtime.ray import RayRuntime
 from headway.training import checkpoint
 from headway.weights.shadow import ShadowWeights
+from headway.weights.stream import own_address
 
 pytestmark = pytest.mark.slow
 
@@ -378,3 +381,26 @@ def replaced(config: Config, run: HeadwayProcess, ranks: list[psutil.Process]) -
     assert len(groups) == len(set(groups)) == count(events, "admitted"), "no group was generated a second time"
     assert fold(events).tokens.lost == 0
     return lost
+
+
+class OnNodes(Stage):
+    """Each rank on a node of its own, with an address of its own."""
+
+    async def _make_runtime(self, deadline_s: float) -> Any:
+        needs = {"trainer": {"ranks": 1}}
+        return RayRuntime(self.directory / "logs", deadline_s, ray_cluster.cluster().address, needs)
+
+
+def test_ranks_on_two_nodes_of_a_ray_cluster_train_as_on_one_machine(
+    make_stage: Callable[..., Stage], tiny_model: str, tmp_path: Path
+) -> None:
+    apart, together = OnNodes(tiny_model, 2, tmp_path / "nodes"), make_stage()
+    try:
+        assert apart.trainer._rendezvous is not None and apart.trainer._rendezvous.specs[0].host == own_address()
+        digests = []
+        for stage in (apart, together):
+            stage.run(stage.trainer.train(make_batch(0)))
+            digests.append(stage.run(stage.trainer.publish()).digest)
+        assert digests[0] == digests[1]
+    finally:
+        apart.close()
