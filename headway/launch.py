@@ -221,6 +221,7 @@ class Stopping:
 
     def __init__(self) -> None:
         self._ask: Callable[[], object] = lambda: None
+        self.stop: Callable[[], bool] = lambda: False  # whether the run then ends by itself
 
     def connect(self, loop: asyncio.AbstractEventLoop, interrupt: Callable[[], object]) -> None:
         self._ask = lambda: loop.call_soon_threadsafe(interrupt)
@@ -255,16 +256,23 @@ async def train(
         view.follow(run)
         for listener in (run.on_event, view.on_event, metrics.on_event):
             log.subscribe(listener)
+        with _stoppable(stopping):
+            return await _train_and_report(prepared, log, run, directory, stopping)
+    finally:
+        if metrics is not None:
+            metrics.close()
+        log.close()
+
+
+async def _train_and_report(prepared: Prepared, log: RunLog, run: Run, directory: Path, stopping: Stopping) -> Summary:
+    try:
         await _run_to_the_end(prepared, log, run, directory, stopping)
     except RunFailed:
         log.close()
         with suppress(HeadwayError):
             write_report(directory)
         raise
-    finally:
-        if metrics is not None:
-            metrics.close()
-        log.close()
+    log.close()
     return write_report(directory)
 
 
@@ -285,15 +293,15 @@ async def _run_to_the_end(prepared: Prepared, log: RunLog, run: Run, directory: 
             fleet = Fleet(runtime, prepared.config, staleness.worst_staleness)
             progress = progress_from(staleness, prepared.config.staleness, log, run)
             controller = Controller(prepared.config, fleet, _tasks(prepared), progress, log, directory)
-            with _stoppable(controller.stop, stopping):
-                await controller.run()
+            stopping.stop = controller.stop
+            await controller.run()
         if controller.is_stopped:
             raise asyncio.CancelledError
         run.finish()
         status = "finished"
     except asyncio.CancelledError:
         status, cause = "stopped", "interrupted from outside"
-        raise RunFailed(_stopped(directory, run)) from None
+        raise RunFailed(_stopped(directory, run, prepared.config.run.steps)) from None
     except BaseException as error:
         cause = str(error) or type(error).__name__
         raise
@@ -301,12 +309,16 @@ async def _run_to_the_end(prepared: Prepared, log: RunLog, run: Run, directory: 
         log.append(Ended(status=status, cause=cause, tokens=run.tokens.counts()))
 
 
-def _stopped(directory: Path, run: Run) -> str:
+def _stopped(directory: Path, run: Run, num_steps: int) -> str:
     """What is on disk after an interrupt, and what `--resume` will do."""
     version = run.checkpoints[0][0] if run.checkpoints else 0
     retrains = run.num_trained - version
     told = f", retraining {retrains} recorded steps first" if retrains else ""
     model = f"; the model is in {directory / 'model'}" if (directory / "model").exists() else ""
+    if run.num_trained >= num_steps:
+        return (
+            f"stopped after the last of {num_steps} steps; `--resume` evaluates the model of {directory}{told}{model}"
+        )
     return f"stopped after {run.num_trained} steps; `--resume` goes on from {directory}{told}{model}"
 
 
@@ -326,17 +338,20 @@ def _begin(prepared: Prepared, log: RunLog, directory: Path) -> None:
 
 
 @contextmanager
-def _stoppable(stop: Callable[[], bool], stopping: Stopping) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP end the run in order: the first asks for that, the next one cancels."""
+def _stoppable(stopping: Stopping) -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP end the run in order: the first asks for that, each later one cancels what goes on.
+
+    Until the report is written, none of them is a traceback.
+    """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
-    num_signals = 0
+    is_first = True
 
     def interrupt() -> None:
-        nonlocal num_signals
-        num_signals += 1
-        if num_signals > 1 or not stop():
+        nonlocal is_first
+        if not is_first or not stopping.stop():
             task.cancel()
+        is_first = False
 
     stopping.connect(loop, interrupt)
     numbers = _SIGNALS if threading.current_thread() is threading.main_thread() else ()  # Python allows no others

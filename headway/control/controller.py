@@ -124,6 +124,7 @@ class Controller:
         self._failures.prompts.extend((group, self._by_row[row]) for group, row in progress.requeued)
         self._num_streamed = progress.num_streamed
         self._evaluation: asyncio.Task[None] | None = None
+        self._finishing: asyncio.Task[None] | None = None  # after the last training step
         self._generating: set[asyncio.Task[None]] = set()
         self._batch_wait: asyncio.Timeout | None = None  # while training waits for a batch
         self._is_training = self.is_stopped = False
@@ -141,7 +142,11 @@ class Controller:
                 background.append(self._tasks.create_task(self._admit()))
                 background.append(self._tasks.create_task(self._watch_directory()))
                 await self._train()
-                await (self._end_early() if self.is_stopped else self._finish())
+                if not self.is_stopped:
+                    self._finishing = self._tasks.create_task(self._finish())
+                    await asyncio.wait({self._finishing})
+                if self.is_stopped:
+                    await self._end_early()
                 self.engines.stop()
                 for task in background:
                     task.cancel()
@@ -172,12 +177,17 @@ class Controller:
         return background
 
     def stop(self) -> bool:
-        """End after the training step in progress, with a checkpoint; False when not training: then just cancel."""
-        if self._is_training:
-            self.is_stopped = True
-            if self._batch_wait is not None:
-                self._batch_wait.reschedule(asyncio.get_running_loop().time())
-        return self._is_training
+        """End with a checkpoint, after the training step in progress or in place of the last evaluation.
+
+        False when neither is going on: then just cancel.
+        """
+        if self._finishing is not None:
+            self.is_stopped = self._finishing.cancel()
+            return True
+        self.is_stopped = self._is_training
+        if self._batch_wait is not None:
+            self._batch_wait.reschedule(asyncio.get_running_loop().time())
+        return self.is_stopped
 
     # Admission
 
@@ -409,6 +419,7 @@ class Controller:
                 if self.version and self.saving.written_version < self.version:
                     await self.saving.save(self.version, self._tasks)
                     await self.saving.written()
+                await self.saving.judge(None)
                 await self.engines.read_final_stats()
 
     async def _evaluate_alone(self, label: str) -> None:

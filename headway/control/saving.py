@@ -62,7 +62,7 @@ class Saving:
     async def written(self) -> None:
         """Wait for what is being written, if anything is."""
         if self._writing is not None:
-            await self._writing
+            await asyncio.shield(self._writing)  # who waits may be cancelled
 
     async def _write(
         self, version: int, source: RankedTrainer, stall_s: float, checkpoints: bool, set_aside: bool
@@ -119,7 +119,7 @@ class Saving:
         await asyncio.to_thread(_link, self._directory / MODEL, self._directory / _CANDIDATE)
 
     async def judge(self, accuracy: float | None) -> None:
-        """The evaluation of the candidate has ended."""
+        """The evaluation of the candidate has ended, without an accuracy if it was given up."""
         await self.written()  # it may not have been set aside yet
         candidate = self._directory / _CANDIDATE
         is_best = accuracy is not None and (self.best_accuracy is None or accuracy > self.best_accuracy)

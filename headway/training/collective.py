@@ -1,7 +1,8 @@
 """Rendezvous and collective operations of trainer ranks. Knows nothing of RL.
 
-Ranks rendezvous at a store, which listens on loopback by default and among several machines on the address of the one
-that starts them, and then communicate by gloo on CPUs and by NCCL between GPUs. Only numbers travel that way, and nothing that arrives is unpickled.
+Ranks rendezvous at a store, which listens on loopback, or among several machines on the address of the one that starts
+them, and then communicate by gloo on CPUs and by NCCL between GPUs. Only numbers travel that way, and nothing that
+arrives is unpickled.
 
 Invariant that lives here:
  15. Bounded waits: the rendezvous has a deadline, and ranks missing from it are named.

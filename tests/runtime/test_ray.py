@@ -75,7 +75,8 @@ def test_without_ray_one_sentence_says_what_to_install(
 
 
 def test_a_worker_that_computes_on_a_gpu_reserves_one_unless_told_otherwise(tmp_path: Path, tiny_model: str) -> None:
-    sections = {"run": {"runtime": "ray"}, "trainer": {"device": "cuda", "ranks": 2}, "engine": {"device": "cuda", "count": 2}}
+    run, trainer = {"runtime": "ray"}, {"device": "cuda", "ranks": 2}
+    sections = {"run": run, "trainer": trainer, "engine": {"device": "cuda", "count": 2}}
     told = {"engine": {"GPU": 0.5, "CPU": 2}, "rollout": {"memory": 1e9}}
     config = make_config(tmp_path, tiny_model, ray=told, **sections)
     reserved = {"engine": {"GPU": 0.5, "CPU": 2}, "trainer": {"GPU": 1}, "rollout": {"memory": 1e9}, "reward": {}}
