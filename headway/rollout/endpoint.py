@@ -269,8 +269,12 @@ class _GrowingText:
 
 
 async def _json(request: web.Request) -> Any:
+    body = await request.read()
     with translated((ValueError, RecursionError), partial(ApiError, 400), f"the body is not valid JSON: {CAUSE}"):
-        return json.loads(await request.read())
+        value = json.loads(body)
+        if b"\\u" in body:  # an escape may be half a character, which no tokenizer takes
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
 
 
 def _to_api_error(error: BaseException) -> ApiError:

@@ -7,13 +7,31 @@ import json
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headway.model.tokenizer import Messages
+import numpy as np
+
+from headway.model.tokenizer import Messages, encode_prompt
 from headway.rollout.tool_calls import ToolCall
-from headway.types import Completion, StopReason
+from headway.types import Completion, Ints, StopReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MOST_CHOICES = 128
+
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # and the values that ask for nothing
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "functions": ([],),
+    "audio": (),
+}
 
 
 class ApiError(Exception):
@@ -53,6 +71,9 @@ def parse_call(body: Any, chat: bool) -> Call:
     """The call that a request body asks for."""
     if not isinstance(body, dict):
         raise ApiError(400, f"the body is a JSON object, not {_kind(body)}")
+    for name, harmless in _UNSUPPORTED.items():
+        if body.get(name) is not None and body[name] not in harmless:
+            raise ApiError(400, f"{name} = {str(body[name])[:80]} is not supported here; leave it out", param=name)
     take = _Fields(body)
     options = take.of("stream_options", dict, {})
     logprobs = take.of("logprobs", bool, False) if chat else take.of("logprobs", int, None) is not None
@@ -125,7 +146,26 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         content = "".join(str(part) for part in parts)
     if not isinstance(content, str):
         raise ApiError(400, f"{where}.content must be text, not {_kind(content)}", param=where)
+    if "tool_calls" in made:
+        made["tool_calls"] = _calls(made["tool_calls"], where)
     return made | {"content": content}
+
+
+def _calls(calls: Any, where: str) -> list[Any]:
+    """Calls of tools with their arguments as an object, which chat templates write; clients send them as text."""
+    if not isinstance(calls, list) or not all(
+        isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls
+    ):
+        raise ApiError(400, f"{where}.tool_calls must be a list of calls, each with a function", param=where)
+    return [call | {"function": call["function"] | {"arguments": _arguments(call["function"])}} for call in calls]
+
+
+def _arguments(function: dict[str, Any]) -> Any:
+    arguments = function.get("arguments", {})
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
 
 
 def _tools(body: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -164,6 +204,16 @@ def _named(kind: type) -> str:
 
 def _kind(value: Any) -> str:
     return "null" if value is None else type(value).__name__
+
+
+def prompt_tokens(tokenizer: "PreTrainedTokenizerBase", prompt: str | list[int], vocab_size: int) -> Ints:
+    """The tokens of a plain prompt."""
+    tokens = encode_prompt(tokenizer, prompt, chat=False) if isinstance(prompt, str) else prompt
+    if not len(tokens):
+        raise ApiError(400, "the prompt is empty", param="prompt")
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        raise ApiError(400, f"the prompt has a token outside the vocabulary of {vocab_size}", param="prompt")
+    return np.array(tokens, np.int32)
 
 
 # Answers

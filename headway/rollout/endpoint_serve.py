@@ -10,14 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from headway.config import EngineSection
 from headway.engine.protocol import Engine
 from headway.errors import CAUSE, ConfigError, translated
 from headway.model.tokenizer import encode_prompt, load_tokenizer, render_chat
 from headway.rollout.endpoint import Endpoint, with_sampling
-from headway.rollout.endpoint_requests import ApiError, Call, Choice
+from headway.rollout.endpoint_requests import ApiError, Call, Choice, prompt_tokens
 from headway.types import Chunk, Completion, Ints, Request, RequestKey, Sampling
 
 
@@ -40,18 +38,10 @@ class ServeSession:
 
     def prompt(self, call: Call) -> list[Ints]:
         if call.messages is None:
-            return [self._tokens(prompt) for prompt in call.prompts]
+            return [prompt_tokens(self.tokenizer, prompt, self._vocab_size) for prompt in call.prompts]
         with translated(ConfigError, partial(ApiError, 400, param="messages"), CAUSE):
             text = render_chat(self.tokenizer, call.messages, call.template, call.tools)
         return [encode_prompt(self.tokenizer, text, chat=False)]
-
-    def _tokens(self, prompt: str | list[int]) -> Ints:
-        tokens = encode_prompt(self.tokenizer, prompt, chat=False) if isinstance(prompt, str) else np.array(prompt)
-        if not len(tokens):
-            raise ApiError(400, "the prompt is empty", param="prompt")
-        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
-            raise ApiError(400, f"the prompt has a token outside the vocabulary of {self._vocab_size}", param="prompt")
-        return tokens.astype(np.int32)
 
     async def generate(self, call: Call, tokens: Ints, index: int) -> AsyncIterator[Chunk | Completion]:
         """With a seed, the same request gives the same tokens; requests of one seed take turns, because they share

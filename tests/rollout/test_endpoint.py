@@ -16,8 +16,11 @@ from headway.config import EngineSection
 from headway.engine.embedded.service import EmbeddedEngine
 from headway.engine.fake import FakeEngine
 from headway.model.tokenizer import load_tokenizer
+from headway.rollout import endpoint as endpoint_module
 from headway.rollout.endpoint import Endpoint
+from headway.rollout.endpoint_requests import parse_call
 from headway.rollout.endpoint_serve import ServeSession
+from headway.rollout.tool_calls import ToolCall
 from headway.types import NOT_SAMPLED, Group
 
 KEY = "sk-test"
@@ -148,6 +151,16 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("chat/completions", {"model": "tiny", "messages": HI, "top_logprobs": 5}, 400, "sampled tokens only"),
     ("chat/completions", {"model": "tiny", "messages": HI, "stop": [""]}, 400, "stop"),
     ("chat/completions", {"model": "tiny", "messages": HI, "tools": "all"}, 400, "tools"),
+    (
+        "chat/completions",
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        400,
+        "not valid JSON",
+    ),
+    ("chat/completions", {"model": "tiny", "messages": HI, "response_format": {"type": "json"}}, 400, "not supported"),
+    ("chat/completions", {"model": "tiny", "messages": [{"role": "user", "tool_calls": 3}]}, 400, "list of calls"),
+    ("completions", {"model": "tiny", "prompt": "1", "echo": True}, 400, "echo = True is not supported"),
+    ("completions", {"model": "tiny", "prompt": [2**40]}, 400, "outside the vocabulary"),
     ("chat/completions", {"model": "other", "messages": HI}, 404, "'other' is not served"),
     ("completions", {"model": "tiny"}, 400, "prompt must be"),
     ("completions", {"model": "tiny", "prompt": ""}, 400, "empty"),
@@ -245,11 +258,30 @@ def test_a_thousand_concurrent_requests_are_all_answered(tiny_model: str) -> Non
     run(scenario)
 
 
+def test_curl_streams_line_by_line(tiny_model: str) -> None:
+    async def scenario() -> None:
+        engine = Scripted(lambda prompt: "two words")
+        async with serving(tiny_model, engine) as endpoint:
+            engine.tokenizer = endpoint.sessions[KEY].tokenizer
+            body = json.dumps({"model": "tiny", "messages": HI, "stream": True})
+            words = ["curl", "-sSN", f"{endpoint.url}/chat/completions", "-H", f"Authorization: Bearer {KEY}"]
+            made = await asyncio.create_subprocess_exec(*words, "-d", body, stdout=asyncio.subprocess.PIPE)
+            said, _ = await made.communicate()
+            assert made.returncode == 0
+            lines = [line for line in said.decode().split("\n") if line]
+            assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+            deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines[:-1]]
+            assert "".join(delta.get("content", "") for delta in deltas) == "two words"
+
+    run(scenario)
+
+
 # Inside a run
 
 
 AGENT = '''
 import asyncio
+import json
 import openai
 
 async def solve(task, base_url, api_key):
@@ -275,6 +307,23 @@ def plain(task, base_url, api_key):
         post("chat/completions", {"model": "m", "messages": [{"role": "user", "content": task["prompt"]}]})
         post("reward", {"reward": value})
 
+async def with_tools(task, base_url, api_key):
+    """The loop of every tool-calling agent: ask, run what was called, tell the results, ask again."""
+    tool = {"type": "function", "function": {"name": "product", "parameters": {"type": "object", "properties": {}}}}
+    messages = [{"role": "user", "content": task["prompt"]}]
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        while True:
+            answer = await client.chat.completions.create(model="policy", messages=messages, tools=[tool])
+            message = answer.choices[0].message
+            messages.append(message)
+            if not message.tool_calls:
+                return float(message.content == "42")
+            for call in message.tool_calls:
+                assert answer.choices[0].finish_reason == "tool_calls" and call.function.name == "product"
+                given = json.loads(call.function.arguments)
+                result = {"role": "tool", "tool_call_id": call.id, "content": str(given["a"] * given["b"])}
+                messages.append(result)
+
 def silent(task, base_url, api_key):
     return 1.0
 
@@ -289,7 +338,7 @@ def run_agent(tiny_model: str, tmp_path: Any) -> Iterator[Callable[[str], tuple[
     (tmp_path / "agents.py").write_text(AGENT)
 
     def go(name: str) -> tuple[Group, Scripted]:
-        answers = {"again": "yes", "branch": "no"}
+        answers = {"again": "yes", "branch": "no", "tool: 42": "42", "tools product": "call"}
         engine = Scripted(lambda prompt: next((a for word, a in answers.items() if word in prompt), "41"))
 
         async def scenario() -> Group:
@@ -325,6 +374,29 @@ def test_an_agents_calls_become_sequences_that_share_what_they_share(
     assert recorded == pytest.approx([-n / 100 for n in range(engine.num_sampled)]), "as the engine sampled them"
     assert all((s.versions[s.loss_mask == 1] != NOT_SAMPLED).all() for s in trajectory.sequences)
     assert trajectory.num_sampled == engine.num_sampled, "what branches share is counted once"
+
+
+def test_an_agents_tool_calls_are_one_sequence_token_for_token(
+    tiny_model: str, run_agent: Callable[[str], tuple[Group, Scripted]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The character tokenizer knows no braces: the call is read where it is decoded.
+    call = "", [ToolCall("product", {"a": 6, "b": 7})]
+    monkeypatch.setattr(endpoint_module, "parse", lambda text: call if text == "call" else (text, []))
+    group, engine = run_agent("with_tools")
+    (trajectory,) = group.trajectories
+    (sequence,) = trajectory.sequences
+    tokenizer = load_tokenizer(tiny_model)
+    assert trajectory.reward == 1.0 and len(trajectory.stops) == 2
+    assert tokenizer.decode(sequence.tokens[sequence.loss_mask == 1].tolist()) == "call<eos>42<eos>"
+    assert sequence.tokens[: len(engine.requests[1].tokens)].tolist() == engine.requests[1].tokens.tolist()
+
+
+def test_calls_in_a_history_reach_the_template_as_objects() -> None:
+    """Clients send arguments as text, and a template that writes them as JSON would quote them twice."""
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
+    body = {"messages": [*HI, {"role": "assistant", "content": None, "tool_calls": calls}]}
+    message = (parse_call(body, chat=True).messages or [])[1]
+    assert message["tool_calls"][0]["function"]["arguments"] == {"a": 1} and message["content"] == ""
 
 
 def test_rewards_over_http_stand_where_they_were_given(run_agent: Callable[[str], tuple[Group, Scripted]]) -> None:

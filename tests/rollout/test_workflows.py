@@ -1,6 +1,8 @@
 """Episodes of several turns: what was sampled is trained, as it was sampled, and nothing else is."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +14,7 @@ from scripted import EOS, Scripted, admission, make_worker
 from headway.config import EngineSection
 from headway.engine.embedded.service import EmbeddedEngine
 from headway.rollout.tool_calls import ToolCall, parse, schema_of
+from headway.tasks.sandbox.pool import SandboxError
 from headway.types import NOT_SAMPLED, Group, Trajectory
 
 MULTI = "headway.rollout.workflows.multi_turn:RetryUntilCorrect"
@@ -213,3 +216,39 @@ def test_log_probs_of_all_turns_are_those_of_the_very_tokens_that_are_trained(ti
         await engine.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_machine_that_cannot_isolate_refuses_the_python_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headway.rollout.workflows import tools
+
+    def no_isolation() -> None:
+        raise SandboxError("this machine offers no isolation")
+
+    monkeypatch.setattr(tools, "_sandboxes", no_isolation)
+    with pytest.raises(SandboxError):
+        tools.ToolUse(["python"])
+    made = tools.ToolUse([])
+    made.functions["python"] = tools.python
+    with pytest.raises(SandboxError):
+        asyncio.run(made.call(ToolCall("python", {"code": "print(1)"})))
+
+
+def test_a_hundred_blocking_functions_run_side_by_side_and_one_that_hangs_ends_with_the_process() -> None:
+    program = """if True:
+        import asyncio, threading, time
+        from headway.rollout.workflows import in_thread
+
+        async def scenario():
+            gate = threading.Barrier(100)
+            waiting = [in_thread(gate.wait, 20) for _ in range(100)]
+            assert sorted(await asyncio.gather(*waiting)) == list(range(100))
+            try:
+                async with asyncio.timeout(0.1):
+                    await in_thread(time.sleep, 3600)
+            except TimeoutError:
+                print("ended")
+
+        asyncio.run(scenario())
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr

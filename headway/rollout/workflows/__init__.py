@@ -3,11 +3,15 @@
 It lives in a rollout worker and sees the world through its `Episode`: it may generate, verify, and turn tokens into
 text and back. Everything it samples goes through `Episode.generate`, which keeps tokens, log-probs and versions exact.
 `single_turn` is the shortest workflow; `conversation` makes one of several turns a matter of lines, as `multi_turn`
-(try again until it is right), `tools` (functions and a Python interpreter) and `agent` (any client of the OpenAI API)
-show.
+(try again until it is right), `tools` (functions and a Python interpreter), `agent` (any client of the OpenAI API) and
+`environment` (those of the package verifiers) show.
 """
 
-from typing import TYPE_CHECKING, Protocol
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headway.errors import HeadwayError
 from headway.types import Completion, Ints, Prompt, Trajectory
@@ -57,3 +61,29 @@ class Episode(Protocol):
 
 class Workflow(Protocol):
     async def run(self, episode: Episode) -> Trajectory: ...
+
+
+async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a blocking function returns. Its thread is its own and ends with the process: one that hangs holds up
+    neither the other episodes nor the end."""
+    loop, future = asyncio.get_running_loop(), asyncio.Future[Any]()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
+
+    def run() -> None:
+        outcome: tuple[Any, BaseException | None]
+        try:
+            outcome = function(*args, **kwargs), None
+        except BaseException as error:
+            outcome = None, error
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await future

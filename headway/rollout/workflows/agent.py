@@ -26,8 +26,8 @@ import numpy as np
 from headway.errors import CAUSE, ConfigError, translated
 from headway.model.tokenizer import encode_prompt, render_chat
 from headway.rollout.endpoint import Endpoint
-from headway.rollout.endpoint_requests import ApiError, Call, Choice
-from headway.rollout.workflows import Episode
+from headway.rollout.endpoint_requests import ApiError, Call, Choice, prompt_tokens
+from headway.rollout.workflows import Episode, in_thread
 from headway.rollout.workflows.conversation import Growing, tokens_between
 from headway.tasks import imports
 from headway.types import Chat, Chunk, Completion, Ints, Reward, Sequence, Trajectory
@@ -58,10 +58,7 @@ class EpisodeSession:
 
     def prompt(self, call: Call) -> list[Ints]:
         if call.messages is None:
-            return [
-                encode_prompt(self.tokenizer, prompt, chat=False) if isinstance(prompt, str) else np.array(prompt, "i4")
-                for prompt in call.prompts
-            ]
+            return [prompt_tokens(self.tokenizer, prompt, len(self.tokenizer)) for prompt in call.prompts]
         parent = self._parent_of(call)
         with translated(ConfigError, partial(ApiError, 400, param="messages"), CAUSE):
             if parent is None:
@@ -186,7 +183,7 @@ class Agent:
         """The episode's reward, if the agent gives one, and its components."""
         if inspect.iscoroutinefunction(self._function):
             return await self._function(task, url, key), {}
-        return await asyncio.to_thread(self._function, task, url, key), {}
+        return await in_thread(self._function, task, url, key), {}
 
     async def _open(self) -> Endpoint:
         """The endpoint of this process, which serves all its episodes."""

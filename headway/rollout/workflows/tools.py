@@ -9,10 +9,10 @@ from typing import Any
 
 from headway.errors import ConfigError
 from headway.rollout.tool_calls import ToolCall, parse, schema_of
-from headway.rollout.workflows import Episode
+from headway.rollout.workflows import Episode, in_thread
 from headway.rollout.workflows.conversation import Conversation
 from headway.tasks import imports
-from headway.tasks.sandbox.pool import Sandboxes
+from headway.tasks.sandbox.pool import SandboxError, Sandboxes
 from headway.types import Trajectory
 
 PYTHON = "python"
@@ -26,6 +26,8 @@ class ToolUse:
         functions = [python if reference == PYTHON else _load(reference) for reference in tools]
         self.functions: dict[str, Callable[..., Any]] = {function.__name__: function for function in functions}
         self.schemas = [schema_of(function) for function in functions]
+        if PYTHON in tools:
+            _sandboxes()  # a machine that cannot isolate says so at the start
 
     async def run(self, episode: Episode) -> Trajectory:
         talk, answer = Conversation(episode, self.schemas), ""
@@ -47,9 +49,11 @@ class ToolUse:
                 if inspect.iscoroutinefunction(function):
                     result = await function(**call.arguments)
                 else:
-                    result = await asyncio.to_thread(function, **call.arguments)
+                    result = await in_thread(function, **call.arguments)
         except TimeoutError:
             return f"error: {call.name} took longer than {self.deadline_s:g} s"
+        except SandboxError:  # of the machine, and nothing for a model to read
+            raise
         except Exception as error:
             return f"error: {type(error).__name__}: {error}"
         text = result if isinstance(result, str) else json.dumps(result, default=str)
