@@ -1,6 +1,7 @@
 """Promises under faults that single workers do not show: poisoned requests, late engines, outages, room for groups."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -13,6 +14,28 @@ from headway.control.controller import Controller
 from headway.engine.fake import FakeEngine
 from headway.errors import RunFailed
 from headway.types import Chunk, Completion, Request, WeightUpdate
+
+
+@pytest.mark.parametrize("at_turn", [0, 3, 30])
+def test_5_an_interrupt_after_the_last_step_saves_and_resume_only_evaluates(
+    make_stage: MakeStage, at_turn: int
+) -> None:
+    async def during(stage: Stage, controller: Controller) -> None:
+        while controller._finishing is None:
+            await asyncio.sleep(0)
+        for _ in range(at_turn):
+            await asyncio.sleep(0)
+        assert controller.stop() and controller.is_stopped
+
+    stage = make_stage({"run": {"steps": 5}, "checkpoint": {"every": 100}}, during=during)
+    events = stage.run()
+    assert [event.version for event in kinds(events, "checkpointed")] == [5]
+    assert "after" not in [event.label for event in kinds(events, "evaluated")]
+    assert json.loads((stage.directory / "model" / "weights").read_text())[0] == 5
+    assert not (stage.directory / "model-candidate").exists()
+    again = make_stage({"run": {"steps": 5, "dir": str(stage.directory)}})
+    events = again.run()
+    assert kinds(events, "evaluated")[-1].label == "after" and len(kinds(events, "trained")) == 5
 
 
 class Poisoned(FakeEngine):

@@ -113,8 +113,7 @@ class StandInTrainer:
         if self.copied is None:
             raise SaveFailed(f"cannot write {directory}: there is no copy")
         copied, self.copied = self.copied, None
-        Path(directory).mkdir(exist_ok=True)
-        (Path(directory) / "weights").write_text(json.dumps(copied))
+        Path(f"{directory}.unfinished", "weights").write_text(json.dumps(copied))
 
 
 @dataclass
