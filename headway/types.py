@@ -292,6 +292,7 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     failures: tuple[Failure, ...] = ()
     source: str = ""  # the prompt's task, where the run has several
+    reference: dict[str, str] = field(default_factory=dict)  # the prompt's row but for the prompt, shortened
 
     def __post_init__(self) -> None:
         if len(self.trajectories) + len(self.failures) != self.size:

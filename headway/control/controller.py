@@ -434,7 +434,13 @@ class Controller:
         concurrency = max(1, self.config.engine.max_num_seqs * len(self.engines.engines))
         section, tasks = self.config.evaluate, self.tasks
         how_many = concurrency, on_progress, section.samples, section.pass_at
-        found = await evaluate(self.rollout.run, tasks.held_out, tasks.eval_sampling, self.version, *how_many)
+        groups: list[Group] = []
+
+        def keep(_: Prompt, group: Group) -> None:
+            groups.append(group)
+
+        found = await evaluate(self.rollout.run, tasks.held_out, tasks.eval_sampling, self.version, *how_many, keep)
+        batch = Batch(found.version, tuple(sorted(groups, key=lambda group: group.id)))
         await self.saving.judge(found.accuracy)
         self.log.append(
             Evaluated(
@@ -446,6 +452,8 @@ class Controller:
                 num_failed=found.num_failed,
                 mean_tokens=found.mean_tokens,
                 seconds=found.seconds,
+                groups_at=self.log.place(batch),
+                **found.summary(),
             )
         )
 

@@ -103,6 +103,15 @@ class Requeued(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class Place(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """Where an entry of the record lies, as `ShardRef` has it."""
+
+    shard: str
+    offset: int
+    num_bytes: int
+    checksum: str
+
+
 class FailedTrajectory(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """A trajectory without a reward: its place in the group, the reason, and the sampled tokens it wasted."""
 
@@ -162,15 +171,6 @@ class Taken(Event, frozen=True, kw_only=True):
 
     version: int  # of the weights being trained
     groups: tuple[int, ...]  # in id order
-
-
-class Place(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """Where an entry of the record lies, as `ShardRef` has it."""
-
-    shard: str
-    offset: int
-    num_bytes: int
-    checksum: str
 
 
 class Trained(Event, frozen=True, kw_only=True):
@@ -269,6 +269,7 @@ class Evaluated(Event, frozen=True, kw_only=True):
     interval: tuple[float, float] | None = None  # 95%, of the accuracy
     pass_at: dict[str, float] = {}  # k to the estimate of pass@k
     tasks: dict[str, float | None] = {}  # of several tasks, each one's accuracy
+    groups_at: Place | None = None  # the problems with their completions, as a batch; None: not recorded
 
 
 class Checkpointed(Event, frozen=True, kw_only=True):

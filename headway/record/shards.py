@@ -31,7 +31,7 @@ from headway.files import fsync_directory, write_all
 from headway.record.events import FailedTrajectory, Finished, Place
 from headway.record.log import EVENTS_NAME, EventLog, writing
 from headway.trained_tokens import TrainedTokens
-from headway.types import NOT_SAMPLED, Floats, Group, Ints
+from headway.types import NOT_SAMPLED, Batch, Floats, Group, Ints
 
 SHARD_BYTES = 64 * 2**20
 RECORD_NAME = "record"
@@ -70,7 +70,7 @@ class Record:
         self._shard: _Shard | None = None
         self._pending: deque[tuple[_Shard, bytes | None]] = deque()  # None: the shard is full
 
-    def append(self, entry: Group | TrainedTokens) -> ShardRef:
+    def append(self, entry: Group | TrainedTokens | Batch) -> ShardRef:
         data = codec.encode(entry)
         if self._shard is None or self._shard.num_bytes >= self._shard_bytes:
             self._start_shard()
@@ -116,6 +116,12 @@ class Record:
         tokens = self._load(place)
         assert isinstance(tokens, TrainedTokens)
         return tokens
+
+    def load_batch(self, place: Place) -> Batch:
+        """The groups of an evaluation."""
+        batch = self._load(place)
+        assert isinstance(batch, Batch)
+        return batch
 
     def _load(self, ref: ShardRef | Place) -> Any:
         path = self.directory / ref.shard
@@ -183,9 +189,9 @@ class RunLog(EventLog):
             )
         )
 
-    def place(self, tokens: TrainedTokens) -> Place:
-        """Record what a training step saw, for an event to name."""
-        ref = self.record.append(tokens)
+    def place(self, entry: TrainedTokens | Batch) -> Place:
+        """Record what a training step saw, or what an evaluation gave, for an event to name."""
+        ref = self.record.append(entry)
         return Place(ref.shard, ref.offset, ref.num_bytes, ref.checksum)
 
     def close(self) -> None:

@@ -24,10 +24,24 @@ from headway.rollout.router import Placement, RolloutStats, Router, Waiting
 from headway.rollout.workflows import LimitReached, VerifierBroken, Workflow
 from headway.runtime.channel import RemoteError
 from headway.tasks import imports
-from headway.types import Admission, Failure, Group, Trajectory
+from headway.types import Admission, Failure, Group, Prompt, Trajectory
 
 _ABORT_S = 5.0
+_REFERENCE_CHARACTERS, _SHORT = 2000, 24
 _PACKAGE, _STANDARD_LIBRARY = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
+
+
+def reference_of(prompt: Prompt) -> dict[str, str]:
+    """What a reader compares a completion with: the fields of the row that the prompt does not show, shortened."""
+    shown = {name: str(value) for name, value in prompt.task.items()}
+    return {
+        name: text[:_REFERENCE_CHARACTERS] for name, text in shown.items() if text and not _is_shown(text, prompt.text)
+    }
+
+
+def _is_shown(text: str, prompt: str) -> bool:
+    """Short texts, such as a number, may occur in a prompt by chance."""
+    return text == prompt or (len(text) > _SHORT and text in prompt)
 
 
 class RolloutWorker:
@@ -95,6 +109,7 @@ class RolloutWorker:
             trajectories=tuple(item for item in results if isinstance(item, Trajectory)),
             failures=tuple(item for item in results if isinstance(item, Failure)),
             source=admission.prompt.source,
+            reference=reference_of(admission.prompt),
         )
 
     async def _trajectory(self, admission: Admission, index: int, placement: Placement) -> Trajectory | Failure:

@@ -9,6 +9,7 @@ import numpy as np
 from headway.record.events import (
     Admitted,
     Ended,
+    Evaluated,
     Event,
     FailedTrajectory,
     Finished,
@@ -22,6 +23,7 @@ from headway.record.log import EVENTS_NAME, encode
 from headway.record.shards import RECORD_NAME, Record
 from headway.trained_tokens import TOKEN_FATES, TrainedTokens
 from headway.types import (
+    Batch,
     Completion,
     Failure,
     Group,
@@ -138,6 +140,24 @@ class RecordedRun:
     def flush(self) -> None:
         self._record.fsync()
         self._log.flush()
+
+    def evaluate(self, right: list[bool], seconds: float = 2.0) -> None:
+        """One held-out problem for each of `right`, answered with a swap in the middle."""
+        groups = []
+        for number, is_right in enumerate(right):
+            text = f"it is {number if is_right else 0}"
+            made = trajectory(0, f"held out {number}?", text, float(is_right), (max(0, self.version - 1), self.version))
+            groups.append(Group(number, number, 0, 1, (made,), reference={"answer": str(number)}))
+        ref = self._record.append(Batch(self.version, tuple(groups)))
+        place = Place(ref.shard, ref.offset, ref.num_bytes, ref.checksum)
+        accuracy = sum(right) / len(right)
+        self.add(
+            Evaluated(
+                label="step", version=self.version, version_last=self.version, accuracy=accuracy, num=len(right),
+                mean_tokens=7.0, seconds=seconds, groups_at=place,
+            ),
+            seconds,
+        )  # fmt: skip
 
     def end(self) -> None:
         self.add(Ended(status="finished", cause="", tokens=TokenCounts()))

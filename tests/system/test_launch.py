@@ -11,8 +11,10 @@ import shutil
 import stat
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from system import (
@@ -33,7 +35,8 @@ from headway.control.workers import open_runtime
 from headway.errors import ConfigError, RunFailed
 from headway.launch import prepare
 from headway.record.events import Event
-from headway.record.shards import Record
+from headway.record.shards import RECORD_NAME, Record, ShardRef
+from headway.trained_tokens import TOKEN_FATES
 from headway.types import StopReason
 
 SUMMARY_KEYS = {
@@ -89,6 +92,29 @@ def test_a_run_in_one_process_finishes_and_everything_adds_up(tmp_path: Path, ti
     assert {event.label for event in events if event.kind == "evaluated"} == {"before", "step", "after"}
     assert [event.version for event in events if event.kind == "checkpointed"] == [2, 4]
     assert "step 4/4" in seen and "run finished" in seen
+    check_what_a_viewer_reads(config, events)
+
+
+def check_what_a_viewer_reads(config: Config, events: list[Event]) -> None:
+    """The completions of every evaluation and what the loss saw of every token are in the record."""
+    record = Record(Path(config.run.dir) / RECORD_NAME)
+    finished = {event.group: event for event in events if event.kind == "finished"}
+    for event in events:
+        if event.kind == "evaluated":
+            groups = record.load_batch(event.groups_at).groups
+            assert fmean(group.trajectories[0].reward for group in groups) == pytest.approx(event.accuracy)
+            assert len(groups) == event.num and all(group.reference for group in groups)
+        elif event.kind == "trained":
+            tokens = record.load_tokens(event.tokens_at)
+            for number in event.groups:
+                place = finished[number]
+                group = record.load(ShardRef(place.shard, place.offset, place.num_bytes, place.checksum))
+                for trajectory in group.trajectories:
+                    (sequence,) = trajectory.sequences
+                    own = tokens.place(number, trajectory.index, 0)
+                    exact = np.exp(tokens.proximal[own] - sequence.logprobs[sequence.loss_mask > 0])
+                    capped = tokens.all_fates[own] == TOKEN_FATES.index("capped")
+                    np.testing.assert_allclose(tokens.weights[own][~capped], exact[~capped], rtol=1e-5)
 
 
 def test_a_run_in_processes_finishes_leaves_none_behind_and_everything_adds_up(tmp_path: Path, tiny_model: str) -> None:
@@ -206,7 +232,6 @@ def test_a_prompt_of_the_context_less_one_gets_its_one_token(tmp_path: Path, tin
 
 
 WORKFLOW = """
-import numpy as np
 
 from headway.types import Reward, Sequence, Trajectory
 

@@ -188,6 +188,9 @@ class RunIndex:
         self._table: dict[str, NDArray[Any]] | None = None
         self.steps: list[Trained] = []
         self.step_wall_s: list[float] = []
+        self.step_generated: list[int] = []  # tokens sampled by the engines until the step's end
+        self.step_restarts: list[int] = []  # of workers and of the run, until then
+        self._generated = self._restarts = 0
         self.evaluations: list[tuple[float, Evaluated]] = []
         self.warnings: list[str] = []
         self.markers = Markers()
@@ -249,6 +252,7 @@ class RunIndex:
 
     def _on_resume(self, event: ResumeStarted) -> None:
         self.ended = None
+        self._restarts += 1
         self.markers.add(event, self.at(event.time), len(self.steps), "the run was resumed")
 
     def _on_resumed(self, event: Resumed) -> None:
@@ -268,6 +272,8 @@ class RunIndex:
         self._table = None
         self.steps.append(event)
         self.step_wall_s.append(self.at(event.time))
+        self.step_generated.append(self._generated)
+        self.step_restarts.append(self._restarts)
         self._span("trainer", event.started, event.started + event.seconds, 1.0, f"training step {event.version}")
 
     def _on_dropped(self, event: Dropped) -> None:
@@ -281,6 +287,7 @@ class RunIndex:
         self.markers.add(event, self.at(event.time), len(self.steps), event.reason)
 
     def _on_stats(self, event: Stats) -> None:
+        self._generated += event.generated
         share = event.busy_s / event.seconds if event.seconds else 0.0
         self._span(event.engine, event.time - event.seconds, event.time, share, f"{event.generated} tokens")
 
@@ -301,6 +308,7 @@ class RunIndex:
         self.warnings.append(event.message)
 
     def _on_happening(self, event: Event) -> None:
+        self._restarts += isinstance(event, WorkerRestarted)
         subject = str(getattr(event, "worker", getattr(event, "engine", "")))
         cause = str(getattr(event, "cause", ""))
         self.markers.add(event, self.at(event.time), len(self.steps), f"{subject}: {cause}" if cause else subject)

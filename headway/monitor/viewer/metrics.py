@@ -1,4 +1,4 @@
-"""The curves of the run page: each metric's title, what it is, and its value at every training step."""
+"""The curves of the run page: each metric's section, title, unit and meaning, and its value at every training step."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,32 +10,55 @@ from headway.types import StopReason
 
 _LIMITS = (StopReason.LENGTH, StopReason.CONTEXT)
 
-FROM_EVENT: dict[str, tuple[str, str, Callable[[Trained], float | None]]] = {
-    "reward": ("Reward", "mean over the step's trajectories", lambda event: event.reward),
-    "staleness_mean": ("Staleness, mean", "versions between sampling and training", lambda event: event.staleness_mean),
-    "staleness_max": ("Staleness, max", "of the step's oldest token", lambda event: float(event.staleness_max)),
-    "tokens_per_s": (
-        "Training throughput",
-        "trained tokens per second of the step",
-        lambda event: event.tokens / event.seconds if event.seconds else None,
-    ),
-    "seconds": ("Step time", "seconds in the trainer", lambda event: event.seconds),
-    "wait_s": ("Trainer wait", "seconds it waited for the batch", lambda event: event.wait_s),
+METRICS: list[dict[str, str]] = [
+    {"name": name, "section": section, "title": title, "unit": unit, "description": about}
+    for section, metrics in {
+        "Learning": [
+            ("reward", "Reward", "", "mean over the step's trajectories"),
+            ("zero_variance", "Groups without spread", "%", "all rewards equal: nothing to learn"),
+            ("length", "Completion length", "", "mean tokens per trajectory"),
+            ("truncated", "Truncated", "%", "completions that ended at a limit"),
+            ("entropy", "Entropy", "", "nats per token of the current policy"),
+            ("loss", "Loss", "", "of the policy"),
+            ("grad_norm", "Gradient norm", "", "before clipping"),
+            ("lr", "Learning rate", "", ""),
+        ],
+        "Off-policy": [
+            ("staleness_mean", "Staleness, mean", "", "versions from oldest token to training"),
+            ("staleness_max", "Staleness, max", "", "of the step's oldest token"),
+            ("kl", "KL(proximal‖current)", "", "nats per trained token, estimated"),
+            ("behaviour_kl", "KL(behaviour‖proximal)", "", "nats per token, by staleness and engine"),
+            ("effective_sample_size", "Effective sample size", "%", "of the tokens, after importance weights"),
+            ("capped_fraction", "Capped tokens", "%", "importance weight over the cap"),
+            ("clip_fraction", "Clipped tokens", "%", "at the PPO clip"),
+            ("masked", "Masked tokens", "%", "removed by the algorithm's masks"),
+            ("logprob_gap_max", "Largest log-prob gap", "", "engine to trainer, same version"),
+        ],
+        "Speed and failures": [
+            ("tokens_per_s", "Training throughput", "", "trained tokens per second of the step"),
+            ("generated_per_s", "Generation throughput", "", "sampled tokens per second, all engines"),
+            ("seconds", "Step time", "", "seconds in the trainer"),
+            ("wait_s", "Trainer wait", "", "seconds it waited for the batch"),
+            ("failures", "Failures", "", "trajectories without a verdict"),
+            ("restarts", "Restarts", "", "of workers and of the run, so far"),
+        ],
+    }.items()
+    for name, title, unit, about in metrics
+]
+
+FROM_EVENT: dict[str, Callable[[Trained], float | None]] = {
+    "reward": lambda event: event.reward,
+    "staleness_mean": lambda event: event.staleness_mean,
+    "staleness_max": lambda event: float(event.staleness_max),
+    "tokens_per_s": lambda event: event.tokens / event.seconds if event.seconds else None,
+    "seconds": lambda event: event.seconds,
+    "wait_s": lambda event: event.wait_s,
+    "masked": lambda event: _masked(event.metrics) / max(1, event.tokens),
 }
 
-FROM_METRICS: dict[str, tuple[str, str]] = {
-    "entropy": ("Entropy", "nats per token of the current policy"),
-    "kl": ("KL(proximal‖current)", "nats per token, estimated on trained tokens"),
-    "behaviour_kl": ("KL(behaviour‖proximal)", "nats per token: how far staleness and engine differ"),
-    "effective_sample_size": ("Effective sample size", "share of the tokens, after importance weights"),
-    "capped_fraction": ("Capped tokens", "share whose importance weight was capped"),
-    "clip_fraction": ("Clipped tokens", "share at the PPO clip"),
-    "masked_fraction": ("Masked tokens", "share that a correction removed"),
-    "grad_norm": ("Gradient norm", "before clipping"),
-    "loss": ("Loss", "of the policy"),
-    "lr": ("Learning rate", ""),
-    "logprob_gap_max": ("Largest log-prob gap", "engine against trainer, tokens of the same version"),
-}
+
+def _masked(metrics: dict[str, float | None]) -> float:
+    return sum(value or 0.0 for name, value in metrics.items() if name.startswith("masked_"))
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -62,38 +85,37 @@ def _failures(events: list[Finished]) -> float | None:
     return float(sum(len(event.failures) for event in events))
 
 
-FROM_GROUPS: dict[str, tuple[str, str, Callable[[list[Finished]], float | None]]] = {
-    "length": ("Completion length", "mean tokens per trajectory", _length),
-    "truncated": ("Truncated", "share of completions that ended at a limit", _truncated),
-    "zero_variance": ("Groups without spread", "share whose rewards are all equal: nothing to learn", _zero_variance),
-    "failures": ("Failures", "trajectories without a verdict", _failures),
+FROM_GROUPS: dict[str, Callable[[list[Finished]], float | None]] = {
+    "length": _length,
+    "truncated": _truncated,
+    "zero_variance": _zero_variance,
+    "failures": _failures,
 }
 
-METRICS: list[dict[str, str]] = [
-    *({"name": name, "title": title, "description": about} for name, (title, about, _) in FROM_EVENT.items()),
-    *({"name": name, "title": title, "description": about} for name, (title, about, _) in FROM_GROUPS.items()),
-    *({"name": name, "title": title, "description": about} for name, (title, about) in FROM_METRICS.items()),
-]
-
-MOST_POINTS = 4_000
+MOST_POINTS = 2_000
 """More steps than this are thinned out: a screen has no more pixels."""
 
 
 def series_of(index: RunIndex) -> dict[str, list[Any]]:
-    """Columns over the training steps: step, wall_s, and every metric."""
+    """Columns over the training steps: step, wall_s, and every metric that the run has."""
     every = max(1, math.ceil(len(index.steps) / MOST_POINTS))
     places = range(0, len(index.steps), every)
     steps = [index.steps[place] for place in places]
-    columns: dict[str, list[Any]] = {
-        "step": [event.version for event in steps],
-        "wall_s": [index.step_wall_s[place] for place in places],
-    }
-    for name, (_, _, value) in FROM_EVENT.items():
+    walls = [index.step_wall_s[place] for place in places]
+    columns: dict[str, list[Any]] = {"step": [event.version for event in steps], "wall_s": walls}
+    for name, value in FROM_EVENT.items():
         columns[name] = [_finite(value(event)) for event in steps]
-    for name in FROM_METRICS:
+    for name in {metric["name"] for metric in METRICS} - FROM_EVENT.keys() - FROM_GROUPS.keys():
         if any(name in event.metrics for event in steps):
             columns[name] = [_finite(event.metrics.get(name)) for event in steps]
     groups = [[facts.finished for g in event.groups if (facts := index.groups[g]).finished] for event in steps]
-    for name, (_, _, of_groups) in FROM_GROUPS.items():
+    for name, of_groups in FROM_GROUPS.items():
         columns[name] = [_finite(of_groups([event for event in events if event])) for events in groups]
+    generated = [index.step_generated[place] for place in places]
+    columns["generated_per_s"] = [None, *map(_rate, generated, generated[1:], walls, walls[1:])][: len(steps)]
+    columns["restarts"] = [index.step_restarts[place] for place in places]
     return columns
+
+
+def _rate(before: int, after: int, start_s: float, end_s: float) -> float | None:
+    return (after - before) / (end_s - start_s) if end_s > start_s else None

@@ -18,13 +18,13 @@ from headway.monitor.viewer.metrics import METRICS, series_of
 from headway.monitor.viewer.opened import OpenRun
 from headway.monitor.viewer.questions import QUESTIONS
 from headway.monitor.viewer.tokens import token_columns
-from headway.types import Trajectory
+from headway.types import Group, Trajectory
 
 Parameters = Mapping[str, str]
 
 SEARCH_LIMIT = 2_000
 """Groups whose texts one search reads at most; the page says when there were more."""
-PREVIEW_CHARACTERS = 160
+PREVIEW_CHARACTERS, QUESTION_CHARACTERS = 160, 60
 
 
 class Queries:
@@ -128,6 +128,8 @@ class Queries:
 
     def group(self, parameters: Parameters) -> dict[str, Any]:
         run, number = self._run(parameters), int(parameters.get("group", ""))
+        if parameters.get("evaluation"):
+            return _problem(run, int(parameters["evaluation"]), number)
         facts, group = run.facts(number), run.group(number)
         same = np.flatnonzero(np.array(run.index.groups.prompt) == facts.prompt).tolist()
         others = [{"group": other, "step": run.index.groups[other].step} for other in same if other != number]
@@ -138,21 +140,16 @@ class Queries:
             "eta": facts.eta,
             "admitted_version": facts.version,
             "same_prompt": others[:12],
-            "text": run.prompt(group) if group else "the group is being generated",
-            "task": dict(getattr(group, "task", {}) or {}) if group else {},
-            "trajectories": [_summary(run, trajectory) for trajectory in group.trajectories] if group else [],
-            "failures": [
-                {"trajectory": failure.trajectory, "reason": failure.reason}
-                for failure in (group.failures if group else ())
-            ],
+            **_contents(run, group),
         }
 
     def tokens(self, parameters: Parameters) -> dict[str, Any]:
         run, number = self._run(parameters), int(parameters.get("group", ""))
-        group, wanted = run.group(number), int(parameters.get("trajectory", ""))
+        evaluation, wanted = parameters.get("evaluation"), int(parameters.get("trajectory", ""))
+        group = run.problem(int(evaluation), number) if evaluation else run.group(number)
         for trajectory in group.trajectories if group else ():
             if trajectory.index == wanted:
-                tokens = run.trained_tokens(run.facts(number).step)
+                tokens = None if evaluation else run.trained_tokens(run.facts(number).step)
                 return token_columns(number, trajectory, run.texts, tokens)
         raise ValueError(f"group {number} has no trajectory {wanted}")
 
@@ -174,6 +171,37 @@ class Queries:
             differs = any(value != values[0] for value in values)
             rows.append({"knob": knob, "values": [str(value) for value in values], "differs": differs})
         return {"rows": rows}
+
+
+def _contents(run: OpenRun, group: Group | None) -> dict[str, Any]:
+    """The prompt of a group, what its row says beside it, and its completions."""
+    if group is None:
+        return {"text": "the group is being generated", "reference": {}, "trajectories": [], "failures": []}
+    return {
+        "text": run.prompt(group),
+        "reference": group.reference,
+        "trajectories": [_summary(run, trajectory) for trajectory in group.trajectories],
+        "failures": [{"trajectory": failure.trajectory, "reason": failure.reason} for failure in group.failures],
+    }
+
+
+def _problem(run: OpenRun, number: int, problem: int) -> dict[str, Any]:
+    """A held-out problem in one evaluation, and where it is in the others."""
+    others = [
+        {"evaluation": other, "group": problem, "step": event.version, "reward": run.scores(other).get(problem)}
+        for other, (_, event) in enumerate(run.index.evaluations)
+        if other != number and event.groups_at is not None
+    ]
+    event = run.index.evaluations[number][1] if 0 <= number < len(run.index.evaluations) else None
+    group = run.problem(number, problem)
+    assert event is not None
+    return {
+        "prompt": group.prompt_index,
+        "state": f"held out, evaluated at version {event.version}",
+        "step": None,
+        "same_prompt": others,
+        **_contents(run, group),
+    }
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -272,6 +300,7 @@ def _row(run: OpenRun, table: Mapping[str, NDArray[Any]], row: int) -> dict[str,
         "staleness": _known(table["staleness"][row]),
         "stop": STOPS[table["stop"][row]] if table["stop"][row] else None,
         "state": STATES[table["state"][row]],
+        "question": run.prompt_of(number)[-QUESTION_CHARACTERS:],
         "preview": text[-PREVIEW_CHARACTERS:],
     }
 
@@ -302,10 +331,11 @@ def _facts(index: RunIndex) -> dict[str, Any]:
     facts: dict[str, Any] = {"status": index.status, "steps": f"{len(index.steps)} of {planned}"}
     if last is not None:
         facts["reward, last step"] = last.reward
-        facts["staleness, last step"] = f"{last.staleness_mean:.2f} mean, {last.staleness_max} max"
+        facts["staleness, last step"] = f"{last.staleness_mean:.2f}, max {last.staleness_max}"
     if accuracies:
-        facts["held-out accuracy"] = f"{accuracies[0].accuracy:.1%} → {accuracies[-1].accuracy:.1%}"
-        facts["measured at versions"] = f"{accuracies[0].version} → {accuracies[-1].version}"
+        facts[f"accuracy, v{accuracies[0].version} → v{accuracies[-1].version}"] = (
+            f"{accuracies[0].accuracy:.1%} → {accuracies[-1].accuracy:.1%}"
+        )
     facts["groups dropped"] = sum(index.dropped.values())
     facts["wall time, s"] = round(index.total_s)
     return facts

@@ -1,17 +1,22 @@
 """Questions that are asked of every run, each answered as a table: a note, headings, and rows that link to groups."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from headway.monitor.viewer.index import STATES, GroupFacts
 from headway.monitor.viewer.opened import OpenRun
+from headway.record.events import Finished
+from headway.types import Trajectory
 
 Answer = dict[str, Any]
 MOST_ROWS = 100
 TEXT_CHARACTERS = 400
+SCANNED_STEPS = 50
+"""The last steps in which tokens are looked for: each is a read of the record."""
 
 
 def _answer(note: str, headings: list[str], rows: list[dict[str, Any]]) -> Answer:
@@ -39,37 +44,79 @@ def _by_prompt(run: OpenRun) -> dict[int, list[tuple[int, GroupFacts]]]:
 
 
 def then_and_now(run: OpenRun) -> Answer:
-    """The first and the last completion of prompts that were seen more than once, the largest gain first."""
-    pairs = []
-    for prompt, seen in _by_prompt(run).items():
-        first, last = seen[0], seen[-1]
-        one, other = _rewards(first[1]), _rewards(last[1])
-        if len(seen) > 1 and one and other:
-            pairs.append((sum(other) / len(other) - sum(one) / len(one), prompt, first, last))
+    """The first and the last completion of prompts that were answered more than once, the largest gain first."""
+    pairs: list[tuple[float, Seen, Seen]] = []
+    for seen in _seen_again(run):
+        pairs.append((seen[-1].reward - seen[0].reward, seen[0], seen[-1]))
+    pairs.sort(key=lambda pair: (-pair[0], pair[1].row))
     rows = []
-    for gain, prompt, first, last in sorted(pairs, key=lambda pair: -pair[0])[:MOST_ROWS]:
-        texts = [_first_text(run, group) for group, _ in (first, last)]
-        rows.append({"group": last[0], "cells": [prompt, gain, first[1].step, texts[0], last[1].step, texts[1]]})
-    headings = ["row", "gain in mean reward", "first step", "it wrote", "last step", "and now"]
-    return _answer("Prompts that were trained more than once.", headings, rows)
+    for gain, first, last in pairs[:MOST_ROWS]:
+        cells = [first.kind, first.row, gain, first.version, first.text(run), last.version, last.text(run)]
+        rows.append({**last.link, "cells": cells})
+    headings = ["", "row", "gain in reward", "at version", "it wrote", "at version", "and now"]
+    return _answer(f"{len(pairs)} prompts were answered more than once; the largest gains first.", headings, rows)
 
 
 def wrong_to_right(run: OpenRun) -> Answer:
-    """Prompts whose first group earned the least and a later one the most that the run ever paid."""
-    rewards = run.index.table["reward"]
-    known = rewards[~np.isnan(rewards)]
-    low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
+    """Prompts first answered with the least reward and later with the most that the run paid, in order of version."""
+    everything = list(_seen_again(run))
+    rewards = [one.reward for seen in everything for one in seen]
+    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
+    found = []
+    for seen in everything:
+        right = next((one for one in seen[1:] if one.reward == high), None)
+        if seen[0].reward == low < high and right is not None:
+            found.append((seen[0], right))
+    found.sort(key=lambda pair: (pair[1].version, pair[1].row))
     rows: list[dict[str, Any]] = []
-    for prompt, seen in _by_prompt(run).items():
-        if len(seen) < 2 or low == high or max(_rewards(seen[0][1]), default=high) > low:
-            continue
-        right = next(((g, f) for g, f in seen[1:] if max(_rewards(f), default=low) == high), None)
-        if right is not None:
-            cells = [prompt, seen[0][1].step, _first_text(run, seen[0][0]), right[1].step, _first_text(run, right[0])]
-            rows.append({"group": right[0], "cells": cells})
-    rows.sort(key=lambda row: row["cells"][3])
-    note = f"Prompts whose first group earned {low:g} throughout and that later earned {high:g}, in order of that step."
-    return _answer(note, ["row", "first step", "it wrote", "solved at step", "then it wrote"], rows)
+    for first, right in found[:MOST_ROWS]:
+        cells = [first.kind, first.row, first.version, first.text(run), right.version, right.text(run)]
+        rows.append({**right.link, "cells": cells})
+    note = f"{len(found)} prompts earned {low:g} at first and {high:g} later, in order of the version that solved them."
+    if not everything:
+        note = "No prompt was answered twice: it takes an evaluation ([evaluate] and task.eval), or a second epoch."
+    return _answer(note, ["", "row", "wrong at version", "it wrote", "right at version", "then it wrote"], rows)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One prompt at one time: a held-out problem in an evaluation, or a trained group."""
+
+    row: int
+    version: int
+    reward: float
+    group: int
+    evaluation: int | None = None
+
+    @property
+    def kind(self) -> str:
+        return "trained" if self.evaluation is None else "held out"
+
+    @property
+    def link(self) -> dict[str, int]:
+        place = {} if self.evaluation is None else {"evaluation": self.evaluation}
+        return {"group": self.group, **place}
+
+    def text(self, run: OpenRun) -> str:
+        if self.evaluation is None:
+            return _first_text(run, self.group)
+        group = run.problem(self.evaluation, self.group)
+        return run.completion(group.trajectories[0])[:TEXT_CHARACTERS] if group.trajectories else ""
+
+
+def _seen_again(run: OpenRun) -> Iterator[list[Seen]]:
+    """Each prompt that was answered more than once, in order of version."""
+    problems: dict[int, list[Seen]] = defaultdict(list)
+    for number, (_, event) in enumerate(run.index.evaluations):
+        for problem, reward in run.scores(number).items():
+            problems[problem].append(Seen(problem, event.version, reward, problem, number))
+    yield from (seen for seen in problems.values() if len(seen) > 1)
+    for prompt, groups in _by_prompt(run).items():
+        if len(groups) > 1:
+            paid = [(number, facts, rewards) for number, facts in groups if (rewards := _rewards(facts))]
+            seen = [Seen(prompt, facts.version, sum(r) / len(r), number) for number, facts, r in paid]
+            if len(seen) > 1:
+                yield seen
 
 
 def never_solved(run: OpenRun) -> Answer:
@@ -113,6 +160,67 @@ def stalest(run: OpenRun) -> Answer:
     return _extreme(run, "staleness", "The trajectories trained with the oldest tokens, in versions.")
 
 
+def down_weighted(run: OpenRun) -> Answer:
+    """The trained tokens whose applied importance weight is smallest, in the last steps; masked ones have none."""
+    found: list[tuple[float, int, list[int], int]] = []  # weight, step, source, which of its trained tokens
+    recorded = [step.version for step in run.index.steps if step.tokens_at is not None][-SCANNED_STEPS:]
+    for step in recorded:
+        tokens = run.trained_tokens(step)
+        assert tokens is not None
+        weights, ends = np.where(tokens.weights > 0, tokens.weights, np.inf), np.cumsum(tokens.counts)
+        for token in np.argsort(weights, kind="stable")[: MOST_ROWS // 2].tolist():
+            sample = int(np.searchsorted(ends, token, side="right"))
+            source = tokens.sources[3 * sample : 3 * sample + 3].tolist()
+            found.append((float(weights[token]), step, source, token - int(ends[sample] - tokens.counts[sample])))
+    rows = []
+    for weight, step, (number, index, part), place in sorted(found)[:MOST_ROWS]:
+        group = run.group(number)
+        assert group is not None
+        (trajectory,) = (one for one in group.trajectories if one.index == index)
+        sequence = trajectory.sequences[part]
+        position = int(np.flatnonzero(sequence.loss_mask)[place])
+        token = sum(len(one.tokens) for one in trajectory.sequences[:part]) + position
+        text, before = (run.texts.text(sequence.tokens[a : position + b].tolist()) for a, b in ((position, 1), (0, 0)))
+        cells = [weight, text, before[-40:], step, number, index, int(sequence.versions[position])]
+        rows.append({"group": number, "trajectory": index, "token": token, "cells": cells})
+    note = (
+        f"The smallest importance weights π_prox/π_behav of the last {len(recorded)} steps: what the policy left since."
+    )
+    return _answer(note, ["weight", "token", "text before", "step", "group", "#", "version"], rows)
+
+
+def swaps(run: OpenRun) -> Answer:
+    """Completions that new weights interrupted, the newest first, with the token at which each swap took effect."""
+    rows: list[dict[str, Any]] = []
+    spanning = [group for group, facts in enumerate(run.index.groups) if _spans_versions(facts.finished)]
+    for number in reversed(spanning):
+        group = run.group(number)
+        for trajectory in group.trajectories if group else ():
+            rows += _swaps_of(run, number, trajectory)
+        if len(rows) >= MOST_ROWS:
+            break
+    headings = ["group", "#", "versions", "tokens before", "text before", "text after"]
+    note = f"{len(spanning)} groups have tokens of several versions, the newest first. A row links to the swap."
+    return _answer(note, headings, rows)
+
+
+def _spans_versions(event: Finished | None) -> bool:
+    return event is not None and event.oldest is not None and event.oldest != event.newest
+
+
+def _swaps_of(run: OpenRun, group: int, trajectory: Trajectory) -> Iterator[dict[str, Any]]:
+    start = 0
+    for sequence in trajectory.sequences:
+        places = np.flatnonzero(sequence.versions >= 0)
+        versions = sequence.versions[places]
+        for place in (np.flatnonzero(np.diff(versions)) + 1).tolist():
+            before, after = (run.texts.text(part.tolist()) for part in np.split(sequence.tokens[places], [place]))
+            change = f"{versions[place - 1]} → {versions[place]}"
+            link = {"group": group, "trajectory": trajectory.index, "token": start + int(places[place])}
+            yield {**link, "cells": [group, trajectory.index, change, place, before[-40:], after[:40]]}
+        start += len(sequence.tokens)
+
+
 def why_dropped(run: OpenRun) -> Answer:
     rows = [
         {"group": group, "cells": [group, facts.prompt, facts.reason, _why(run, facts)]}
@@ -130,9 +238,11 @@ def _why(run: OpenRun, facts: GroupFacts) -> str:
 QUESTIONS: dict[str, tuple[str, Callable[[OpenRun], Answer]]] = {
     "then_and_now": ("What did it write first, and what now?", then_and_now),
     "wrong_to_right": ("Which prompts went from wrong to right?", wrong_to_right),
+    "swaps": ("Where did weights swap?", swaps),
     "never_solved": ("Never solved", never_solved),
     "always_solved": ("Always solved", always_solved),
     "longest": ("Longest", longest),
     "stalest": ("Stalest", stalest),
+    "down_weighted": ("Most down-weighted tokens", down_weighted),
     "why_dropped": ("Why were groups dropped?", why_dropped),
 }

@@ -92,11 +92,43 @@ def test_a_group_shows_its_prompt_completions_failures_and_the_same_prompt_at_ot
 
 def test_the_prompt_that_went_from_wrong_to_right_is_found(run: RecordedRun) -> None:
     rows = asked(run, "questions", ask="wrong_to_right")["rows"]
-    assert rows and all(row["cells"][1] == 1 and row["cells"][3] > 1 for row in rows)
+    assert rows and all(row["cells"][2] == 0 < row["cells"][4] for row in rows)
+
+
+def test_the_held_out_problem_that_went_from_wrong_to_right_is_found_with_both_of_its_texts(run: RecordedRun) -> None:
+    run.evaluate([False, False, True])
+    run.step()
+    run.evaluate([False, True, True])
+    rows = [row for row in asked(run, "questions", ask="wrong_to_right")["rows"] if row["cells"][0] == "held out"]
+    assert [row["cells"] for row in rows] == [["held out", 1, 5, "it is 0", 6, "it is 1"]]
+    link = {name: value for name, value in rows[0].items() if name != "cells"}
+    problem = asked(run, "group", **link)
+    assert problem["text"] == "held out 1?" and problem["reference"] == {"answer": "1"}
+    assert [(other["evaluation"], other["reward"]) for other in problem["same_prompt"]] == [(0, 0.0)]
+    tokens = asked(run, "tokens", **link, trajectory=0)
+    assert "".join(tokens["text"]).endswith("it is 1") and set(tokens["version"][11:]) == {5, 6}
+
+
+def test_a_swap_is_found_with_the_token_that_came_first_after_it(run: RecordedRun) -> None:
+    run.train([run.finish_group(["0123456789"])])
+    row = asked(run, "questions", ask="swaps")["rows"][0]
+    assert row["group"] == 20 and row["cells"][2:] == ["4 → 5", 5, "01234", "56789"]
+    tokens = asked(run, "tokens", group=20, trajectory=0)
+    assert tokens["text"][row["token"]] == "5" and tokens["version"][row["token"]] == 5
+
+
+def test_the_most_down_weighted_tokens_are_those_of_the_smallest_weights(run: RecordedRun) -> None:
+    rows = asked(run, "questions", ask="down_weighted")["rows"]
+    weights = [row["cells"][0] for row in rows]
+    assert weights == sorted(weights)
+    tokens = asked(run, "tokens", group=rows[0]["group"], trajectory=rows[0]["trajectory"])
+    assert tokens["weight"][rows[0]["token"]] == weights[0] == min(filter(None, tokens["weight"]))
+    assert tokens["text"][rows[0]["token"]] == rows[0]["cells"][1]
 
 
 @pytest.mark.parametrize(
-    "question", ["then_and_now", "never_solved", "always_solved", "longest", "stalest", "why_dropped"]
+    "question",
+    ["then_and_now", "swaps", "down_weighted", "never_solved", "always_solved", "longest", "stalest", "why_dropped"],
 )
 def test_every_question_is_answered_with_rows_as_wide_as_its_headings(run: RecordedRun, question: str) -> None:
     answer = asked(run, "questions", ask=question)

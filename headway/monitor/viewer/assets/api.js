@@ -6,7 +6,7 @@ export async function get(path, parameters = {}, signal = undefined) {
     if (value !== null && value !== undefined && value !== "") query.set(name, value);
   }
   const answer = await fetch(`api/${path}?${query}`, { signal });
-  const body = await answer.json().catch(() => ({}));
+  const body = await answer.json().catch((error) => { if (error.name === "AbortError") throw error; return {}; });
   if (!answer.ok) throw new Error(body.error ?? `the viewer answered ${answer.status}; is it still running?`);
   return body;
 }

@@ -62,7 +62,9 @@ function drawHeader() {
     }),
   );
   const live = state.runs.filter((run) => run.live).length;
-  document.getElementById("status").textContent = live ? `${live} live` : state.runs.map((run) => run.status).join(", ");
+  const status = document.getElementById("status");
+  status.className = live ? "status live" : "status";
+  status.textContent = live ? (live < state.runs.length ? `${live} of ${state.runs.length} live` : "live") : [...new Set(state.runs.map((run) => run.status))].join(", ");
 }
 
 function toggle(index) {
@@ -79,6 +81,7 @@ export function problem(error) {
 async function show() {
   leaving.abort();
   leaving = new AbortController();
+  const { signal } = leaving;
   refresh = null;
   tip({}, null);
   drawHeader();
@@ -86,10 +89,11 @@ async function show() {
   const place = el("div");
   document.getElementById("page").replaceChildren(place);
   try {
-    refresh = (await PAGES[page].show(place, query, leaving.signal)) ?? null;
+    refresh = (await PAGES[page].show(place, query, signal)) ?? null;
   } catch (error) {
     problem(error);
   }
+  if (!signal.aborted) document.body.dataset.shown = location.hash;
 }
 
 async function follow() {

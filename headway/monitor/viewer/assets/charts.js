@@ -1,7 +1,10 @@
-// Line charts of several runs over one horizontal axis, by uPlot; a point is read by hovering, a range by dragging.
+// Line charts of several runs over one horizontal axis, by uPlot. Hovering reads all charts at once; dragging zooms, and
+// a double click shows everything again. A chart is updated in place, so that following a live run keeps the zoom.
 
 import { color, el, number } from "./dom.js";
 import { runColor } from "./app.js";
+
+const HEIGHT = 176;
 
 // Runs have steps of their own: one sorted axis of all, and for each run its values there or nothing.
 export function aligned(lines) {
@@ -15,33 +18,80 @@ export function aligned(lines) {
   return [axis, ...columns];
 }
 
-export function chart(title, note, lines, { xLabel = "step", markers = [] } = {}) {
-  const box = el("div", { class: "chart" }, el("h3", {}, title, " ", el("span", {}, note ?? "")));
-  const data = aligned(lines);
-  const axis = { stroke: color("--faint"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line") } };
-  const options = {
-    width: 400,
-    height: 190,
-    cursor: { drag: { x: true, y: false }, focus: { prox: 24 } },
-    scales: { x: { time: false } },
-    axes: [{ ...axis, size: 28 }, { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => number(tick, 2)) }],
-    series: [
-      { label: xLabel, value: (_, value) => number(value, 1) },
-      ...lines.map((line) => ({
-        label: line.label,
-        stroke: line.color ?? runColor(line.run),
-        width: 1.5,
-        dash: line.dash,
-        spanGaps: true,
-        points: { show: line.points ?? line.x.length < 3, size: 5 },
-        value: (_, value) => number(value),
-      })),
-    ],
-    hooks: { draw: [(plot) => drawMarkers(plot, markers)] },
-  };
-  const plot = new uPlot(options, data, box);
-  new ResizeObserver(() => plot.setSize({ width: Math.max(200, box.clientWidth - 18), height: 190 })).observe(box);
-  return { box, set: (next) => plot.setData(aligned(next)) };
+function tickTexts(ticks, unit) {
+  const scale = unit === "%" ? 100 : 1;
+  const gap = (ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : Math.abs(ticks[0]) || 1) * scale;
+  const digits = Math.min(6, Math.max(0, -Math.floor(Math.log10(gap) + 1e-9)));
+  return ticks.map((tick) => {
+    const value = tick * scale;
+    if (value !== 0 && (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-4)) return value.toExponential(1);
+    return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }) + unit;
+  });
+}
+
+function reading(value, unit) {
+  if (value === null || value === undefined) return "–";
+  return unit === "%" ? `${(100 * value).toFixed(1)}%` : number(value);
+}
+
+function series(lines, unit) {
+  return lines.map((line) => ({
+    label: line.label,
+    stroke: line.color ?? runColor(line.run),
+    width: 1.6,
+    dash: line.dash,
+    spanGaps: true,
+    points: { show: line.points ?? line.x.length < 3, size: 6, fill: line.color ?? runColor(line.run) },
+    value: (_, value) => reading(value, unit),
+  }));
+}
+
+export class Chart {
+  constructor(title, note, lines, { xLabel, markers, unit = "" }) {
+    this.markers = markers;
+    this.names = lines.map((line) => line.label).join("\n");
+    this.box = el("figure", { class: "chart" }, el("figcaption", {}, el("b", {}, title), " ", note ?? ""));
+    const axis = { stroke: color("--faint"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+    this.plot = new uPlot({
+      width: 400,
+      height: HEIGHT,
+      padding: [8, 14, 0, 0],
+      cursor: { drag: { x: true, y: false }, focus: { prox: 24 }, sync: { key: "runs" } },
+      scales: { x: { time: false }, y: { range: (_, low, high) => bounds(low, high, unit) } },
+      axes: [{ ...axis, size: 26, gap: 4 }, { ...axis, size: 52, gap: 6, values: (_, ticks) => tickTexts(ticks, unit) }],
+      series: [{ label: xLabel, value: (_, value) => (value === null ? "–" : number(value, 1)) }, ...series(lines, unit)],
+      legend: { markers: { width: 2, dash: "solid" } },
+      hooks: { draw: [(plot) => drawMarkers(plot, this.markers)] },
+    }, aligned(lines), this.box);
+    this.resizing = new ResizeObserver(() => this.plot.setSize({ width: Math.max(200, this.box.clientWidth - 20), height: HEIGHT }));
+    this.resizing.observe(this.box);
+  }
+
+  fits(lines) {
+    return lines.map((line) => line.label).join("\n") === this.names;
+  }
+
+  update(lines, markers) {
+    this.markers = markers;
+    const { min, max } = this.plot.scales.x;
+    const axis = this.plot.data[0];
+    const isZoomed = axis.length > 1 && (min > axis[0] || max < axis[axis.length - 1]);
+    this.plot.setData(aligned(lines), !isZoomed);
+    if (isZoomed) this.plot.redraw();
+  }
+
+  close() {
+    this.resizing.disconnect();
+    this.plot.destroy();
+  }
+}
+
+// A constant line lies in the middle; shares keep their natural ends where they come near them.
+function bounds(low, high, unit) {
+  if (low === null || high === null) return [0, 1];
+  const room = (high - low || Math.abs(high) || 1) * 0.08;
+  const bottom = low >= 0 && low - room < 0.25 * (high - low) ? 0 : low - room;
+  return [low === 0 ? 0 : bottom, unit === "%" ? Math.min(1.02, high + room) : high + room];
 }
 
 function drawMarkers(plot, markers) {

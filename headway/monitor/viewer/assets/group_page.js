@@ -1,52 +1,72 @@
-// One group: its completions side by side, and one trajectory token by token with everything that is recorded of it.
+// One group: prompt and reference, its completions side by side, and one trajectory token by token with everything that
+// is recorded of it.
 
 import { get } from "./api.js";
 import { el, number, shown, tip, visible } from "./dom.js";
 import { chosenRun, link } from "./app.js";
 
 const SHADES = {
-  version: { title: "version", about: "the weights that sampled the token; red bars are swaps" },
-  behaviour: { title: "behaviour log-prob", about: "dark: unlikely under the policy that sampled it" },
-  proximal: { title: "proximal log-prob", about: "dark: unlikely under the weights before the training step" },
-  current: { title: "current log-prob", about: "dark: unlikely under the weights after the training step's minibatch" },
-  weight: { title: "importance weight", about: "π_prox/π_behav: blue below 1, orange above 1" },
-  advantage: { title: "advantage", about: "green: reinforced, red: discouraged" },
-  mask: { title: "mask", about: "orange: sampled and not trained, with the reason on hover" },
+  version: { title: "version", about: "the weights that sampled the token; a red mark is a swap" },
+  behaviour: { title: "behaviour log-prob", about: "under the policy that sampled the token" },
+  proximal: { title: "proximal log-prob", about: "under the weights before the training step" },
+  current: { title: "current log-prob", about: "under the weights being trained, when the token's loss was computed" },
+  weight: { title: "importance weight", about: "π_prox/π_behav as it was applied" },
+  advantage: { title: "advantage", about: "what the token was reinforced by" },
+  mask: { title: "mask", about: "sampled, and without full effect on the loss" },
 };
 let shade = "version";
 
 const HUES = [210, 30, 130, 275, 330, 185, 55, 0];
+const VERSION_ALPHA = 0.3;
 
-function background(tokens, index) {
-  const value = tokens[shade]?.[index];
-  if (shade === "mask") return value ? "hsl(30 90% 50% / .45)" : "transparent";
+function versionColor(version) {
+  return `hsl(${HUES[version % HUES.length]} 75% 50% / ${VERSION_ALPHA})`;
+}
+
+function tint(name, value) {
+  if (name === "mask") return value ? "hsl(30 90% 50% / .5)" : "transparent";
   if (value === null || value === undefined) return "transparent";
-  if (shade === "version") return `hsl(${HUES[value % HUES.length]} 75% 50% / .25)`;
-  if (shade === "weight") {
-    const size = Math.min(1, Math.abs(Math.log(value)) * 2);
-    return `hsl(${value < 1 ? 210 : 30} 85% 50% / ${(0.6 * size).toFixed(3)})`;
+  if (name === "version") return versionColor(value);
+  if (name === "weight") {
+    if (value === 0) return "hsl(0 70% 50% / .6)";
+    return `hsl(${value < 1 ? 210 : 30} 85% 50% / ${(0.6 * Math.min(1, Math.abs(Math.log(value)) * 2)).toFixed(3)})`;
   }
-  if (shade === "advantage") return `hsl(${value > 0 ? 135 : 0} 65% 45% / ${(0.55 * Math.min(1, Math.abs(value) / 2)).toFixed(3)})`;
-  return `hsl(265 60% 50% / ${(0.6 * Math.min(1, -value / 6)).toFixed(3)})`;
+  if (name === "advantage") return `hsl(${value > 0 ? 135 : 0} 65% 45% / ${(0.55 * Math.min(1, Math.abs(value) / 2)).toFixed(3)})`;
+  return `hsl(265 60% 50% / ${(0.65 * Math.min(1, -value / 5)).toFixed(3)})`;
+}
+
+function samples(tokens) {
+  if (shade === "version") {
+    const versions = [...new Set(tokens.version.filter((version) => version !== null))].sort((a, b) => a - b);
+    return versions.map((version) => [versionColor(version), `v${version}`]);
+  }
+  const scales = { weight: [0.6, 0.8, 1, 1.25, 1.6], advantage: [-2, -1, 0, 1, 2], mask: ["masked"] }[shade] ?? [0, -1, -2, -3, -5];
+  return scales.map((value) => [tint(shade, value), typeof value === "number" ? number(value, 2) : value]);
 }
 
 function facts(tokens, index) {
   const rows = [["token", `${JSON.stringify(visible(tokens.text[index]))} · id ${tokens.id[index]} · position ${index}`]];
-  if (!tokens.sampled[index]) return [...rows, ["", "not sampled by a policy (prompt or tool)"]];
+  if (!tokens.sampled[index]) return [...rows, ["given", "by the prompt, the environment or a tool"]];
   for (const [name, { title }] of Object.entries(SHADES)) {
     const value = tokens[name]?.[index];
-    if (name === "mask") rows.push(["trained", value ? `no: ${value}` : tokens.trained[index] ? "yes" : "no"]);
+    if (name === "mask") rows.push(["in the loss", value || (tokens.advantage[index] === null ? "not trained" : tokens.advantage[index] === 0 ? "yes, with no advantage" : "yes, with full effect")]);
     else if (value !== null && value !== undefined) rows.push([title, number(value, 6)]);
   }
+  if (tokens.reward[index] !== null) rows.push(["reward placed here", number(tokens.reward[index])]);
   return rows;
 }
 
-function tokenView(tokens) {
-  const box = el("div", { class: "tokens" });
+const LONGEST_SHOWN = 50_000; // tokens: a page of more elements is slow
+
+function tokenView(tokens, wanted) {
+  const box = el("div", { class: "tokens", role: "group", "aria-label": "tokens" });
   const parts = document.createDocumentFragment();
   let before = null;
-  tokens.text.forEach((text, index) => {
-    if (tokens.turns[index]) parts.append(el("span", { class: "turn" }, shown(tokens.turns[index])));
+  tokens.text.slice(0, LONGEST_SHOWN).forEach((text, index) => {
+    if (tokens.turns[index]) {
+      parts.append(el("span", { class: `turn ${tokens.sampled[index] ? "policy" : ""}` }, shown(tokens.turns[index])));
+      before = null;
+    }
     const version = tokens.version[index];
     if (tokens.sampled[index]) {
       if (before !== null && version !== before) {
@@ -54,76 +74,98 @@ function tokenView(tokens) {
       }
       before = version;
     }
+    const whole = visible(text);
     parts.append(el("span", {
-      class: tokens.sampled[index] ? "token" : "token context",
-      tabIndex: -1,
-      style: { background: tokens.sampled[index] ? background(tokens, index) : "transparent" },
+      class: `token${tokens.sampled[index] ? "" : " context"}${index === wanted ? " wanted" : ""}`,
+      style: { background: tokens.sampled[index] ? tint(shade, tokens[shade]?.[index]) : "transparent" },
       "data-index": index,
-    }, visible(text)));
+    }, whole.length > 2000 ? `${whole.slice(0, 2000)}… (${whole.length - 2000} characters more)` : whole));
   });
+  if (tokens.text.length > LONGEST_SHOWN) parts.append(el("p", { class: "faint" }, `… ${number(tokens.text.length - LONGEST_SHOWN)} tokens more`));
   box.append(parts);
   const point = (event) => {
     const index = event.target?.dataset?.index;
     tip(event, index === undefined ? null : facts(tokens, Number(index)));
   };
-  for (const kind of ["mousemove", "click", "focusin"]) box.addEventListener(kind, point);
-  for (const kind of ["mouseleave", "focusout"]) box.addEventListener(kind, () => tip({}, null));
+  for (const kind of ["mousemove", "click"]) box.addEventListener(kind, point);
+  box.addEventListener("mouseleave", () => tip({}, null));
   return box;
 }
 
 function legend(tokens) {
-  const items = [];
-  if (shade === "version") {
-    for (const version of [...new Set(tokens.version.filter((_, index) => tokens.sampled[index]))].sort((a, b) => a - b)) {
-      items.push(el("span", {}, el("i", { style: { background: `hsl(${HUES[version % HUES.length]} 75% 50% / .4)` } }), `version ${version}`));
-    }
-  }
-  return el("div", { class: "legend" }, el("span", {}, SHADES[shade].about), items);
+  return el("div", { class: "legend" }, el("span", {}, SHADES[shade].about),
+    samples(tokens).map(([background, text]) => el("span", {}, el("i", { style: { background } }), text)));
 }
 
-function components(trajectory) {
-  const entries = Object.entries(trajectory.components ?? {});
-  return entries.length ? ` (${entries.map(([name, value]) => `${name} ${number(value)}`).join(", ")})` : "";
+function completion(parameters, trajectory, chosen, several) {
+  const parts = Object.entries(trajectory.components ?? {}).map(([name, value]) => el("span", { class: "chip" }, `${shown(name)} ${number(value)}`));
+  return el("section", { class: chosen ? "completion chosen" : "completion" },
+    el("div", { class: "bar" },
+      several ? el("a", { href: link("group", { ...parameters, trajectory: trajectory.index }) }, `#${trajectory.index}`) : "",
+      el("b", { class: trajectory.reward > 0 ? "good" : "bad" }, `reward ${number(trajectory.reward)}`), parts,
+      el("span", { class: "faint" }, `${number(trajectory.length)} tokens · ${trajectory.stops.join(", ")} · v${trajectory.versions.join("–")}`)),
+    el("div", { class: "text" }, shown(trajectory.text)));
 }
 
-function completion(run, group, trajectory, chosen) {
-  const head = el("div", { class: "bar" },
-    el("a", { href: link("group", { run, group, trajectory: trajectory.index }), class: chosen ? "on" : "" }, `trajectory ${trajectory.index}`),
-    el("b", { class: trajectory.reward > 0 ? "good" : "bad" }, `reward ${number(trajectory.reward)}${components(trajectory)}`),
-    el("span", { class: "faint" }, `${number(trajectory.length)} tokens · ${trajectory.stops.join(", ")} · versions ${trajectory.versions.join("–")}`));
-  return el("div", { class: "completion" }, head, el("div", { class: "text" }, shown(trajectory.text)));
+function sameText(other) {
+  if (other.evaluation === undefined) return `step ${other.step ?? "–"}`;
+  return `v${other.step} (${number(other.reward)})`;
+}
+
+function heading(answer, { run, group, evaluation }) {
+  const step = (change) => link("group", { run, group: group + change, evaluation });
+  const others = answer.same_prompt.map((other) => el("a", { href: link("group", { run, group: other.group, evaluation: other.evaluation }) }, sameText(other)));
+  return el("div", { class: "bar" },
+    el("h1", {}, evaluation === undefined ? `Group ${group}` : `Held-out problem ${group}`),
+    el("span", { class: "faint" }, [answer.state, answer.step ? `at step ${answer.step}` : "",
+      answer.eta === undefined ? "" : `admitted at v${answer.admitted_version}, η = ${answer.eta}`, `row ${answer.prompt}`].filter(Boolean).join(" · ")),
+    others.length ? el("span", {}, "same prompt at ", others.flatMap((link, index) => (index ? [", ", link] : [link]))) : "",
+    el("span", { class: "right" }, group > 0 ? el("a", { href: step(-1) }, "← previous") : "", " ", el("a", { href: step(1) }, "next →")));
+}
+
+function question(answer) {
+  const reference = Object.entries(answer.reference ?? {}).map(([name, value]) =>
+    el("div", {}, el("h3", {}, shown(name)), el("div", { class: "text limited" }, shown(value))));
+  return el("div", { class: "question" },
+    el("div", {}, el("h3", {}, "prompt"), el("div", { class: "text limited" }, shown(answer.text))), reference);
+}
+
+function unrecorded(tokens, answer) {
+  if (tokens.recorded) return "";
+  const trained = answer.step ? "the run did not record them (trainer.record_tokens)" : "this group was not trained";
+  return el("span", { class: "faint" }, `no proximal and current log-probs, weights and advantages: ${trained}`);
 }
 
 export async function groupPage(place, query, signal) {
   const run = chosenRun();
-  const group = Number(query.get("group") ?? 0);
-  const answer = await get("group", { run, group }, signal);
+  const [group, evaluation] = [Number(query.get("group") ?? 0), query.get("evaluation") ?? undefined];
+  const parameters = { run, group, evaluation };
+  const answer = await get("group", parameters, signal);
   const chosen = Number(query.get("trajectory") ?? answer.trajectories[0]?.index ?? 0);
+  const wanted = query.has("token") ? Number(query.get("token")) : undefined;
   const has = answer.trajectories.some((one) => one.index === chosen);
-  const tokens = has ? await get("tokens", { run, group, trajectory: chosen }, signal) : null;
-  const view = el("div");
+  const tokens = has ? await get("tokens", { ...parameters, trajectory: chosen }, signal) : null;
+  const view = el("div", { class: "panel" });
   const draw = () => {
     if (!tokens) return;
     const usable = Object.keys(SHADES).filter((name) => tokens[name]?.some((value) => value !== null && value !== ""));
-    if (!usable.includes(shade)) shade = usable[0] ?? "version";
-    const buttons = usable.map((name) => el("button", { class: name === shade ? "on" : "", onclick: () => { shade = name; draw(); } }, SHADES[name].title));
-    view.replaceChildren(el("div", { class: "bar" }, el("span", { class: "faint" }, "colour by"), buttons), legend(tokens), tokenView(tokens));
+    const used = usable.includes(shade) ? shade : usable[0] ?? "version";
+    shade = used;
+    const buttons = usable.map((name) => el("button", { class: name === used ? "on" : "", onclick: () => { shade = name; draw(); } }, SHADES[name].title));
+    view.replaceChildren(
+      el("div", { class: "bar" }, el("h2", {}, answer.trajectories.length > 1 ? `Trajectory #${chosen}` : "Token by token"),
+        el("div", { class: "switch", role: "group", "aria-label": "colour by" }, buttons), unrecorded(tokens, answer)),
+      legend(tokens), tokenView(tokens, wanted));
   };
-  const step = (change) => link("group", { run, group: group + change });
-  const task = Object.entries(answer.task ?? {}).map(([name, value]) => el("tr", {}, el("td", { class: "faint" }, shown(name)), el("td", { class: "text" }, shown(value))));
+  const several = answer.trajectories.length + answer.failures.length > 1;
   place.replaceChildren(
-    el("div", { class: "bar" },
-      group > 0 ? el("a", { href: step(-1) }, "← group before") : "", el("b", {}, `Group ${group}`), el("a", { href: step(1) }, "next group →"),
-      el("span", { class: "faint" }, `row ${answer.prompt} · ${answer.state} · admitted at version ${answer.admitted_version} with η = ${answer.eta}`),
-      answer.same_prompt.map((other) => el("a", { href: link("group", { run, group: other.group }) }, `same prompt at step ${other.step ?? "–"}`))),
-    el("h2", {}, "Prompt"), el("div", { class: "text" }, shown(answer.text)),
-    task.length ? el("table", {}, el("tbody", {}, task)) : "",
-    el("h2", {}, `Trajectory ${chosen}, token by token`), view,
-    el("h2", {}, "All completions of the group"),
+    heading(answer, parameters), question(answer), has ? view : "",
+    several || !has ? el("h2", {}, "All completions") : "",
     el("div", { class: "side" },
-      answer.trajectories.map((trajectory) => completion(run, group, trajectory, trajectory.index === chosen)),
-      answer.failures.map((failure) => el("div", { class: "completion" },
-        el("b", { class: "bad" }, `trajectory ${failure.trajectory} failed`), el("div", { class: "text" }, shown(failure.reason))))),
+      several ? answer.trajectories.map((trajectory) => completion(parameters, trajectory, trajectory.index === chosen, several)) : answer.trajectories.map((trajectory) => completion(parameters, trajectory, false, false)),
+      answer.failures.map((failure) => el("section", { class: "completion" },
+        el("b", { class: "bad" }, `#${failure.trajectory} failed`), el("div", { class: "text" }, shown(failure.reason))))),
   );
   draw();
+  view.querySelector(".wanted")?.scrollIntoView({ block: "center" });
 }

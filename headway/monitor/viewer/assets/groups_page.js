@@ -6,13 +6,10 @@ import { chosenRun, link, problem, route, runPicker } from "./app.js";
 
 const PAGE_ROWS = 50;
 const COLUMNS = [
-  ["group", "group", true], ["trajectory", "#", true], ["prompt", "row", true], ["step", "step", true], ["reward", "reward", true],
+  ["step", "step", true], ["group", "group", true], ["trajectory", "#", true], ["prompt", "row", true], ["reward", "reward", true],
   ["length", "tokens", true], ["staleness", "staleness", true], ["stop", "stop", false], ["state", "state", false],
 ];
-const FILTERS = [
-  ["step", "step"], ["reward_min", "reward ≥"], ["reward_max", "reward ≤"], ["length_min", "tokens ≥"], ["length_max", "tokens ≤"],
-  ["staleness_min", "staleness ≥"], ["prompt", "row"],
-];
+const RANGES = [["step", "step"], ["reward", "reward"], ["length", "tokens"], ["staleness", "staleness"]];
 const CHOICES = { stop: ["stop", "length", "context", "aborted"], state: ["trained", "waiting", "taken", "dropped", "failed"] };
 
 function go(changes) {
@@ -26,15 +23,23 @@ function go(changes) {
 
 function filters(query) {
   const change = (name) => (event) => go({ [name]: event.target.value, offset: null });
-  return el("div", { class: "bar" },
+  const input = (name, placeholder) => el("input", {
+    type: "number", step: "any", name, placeholder, "aria-label": `${name} ${placeholder}`, value: query.get(name) ?? "", onchange: change(name),
+  });
+  return el("div", { class: "bar filters" },
     runPicker((run) => go({ run, offset: null })),
-    FILTERS.map(([name, title]) => el("label", {}, `${title} `,
-      el("input", { type: "number", step: "any", name, value: query.get(name) ?? "", onchange: change(name) }))),
+    el("input", { type: "search", name: "search", placeholder: "search in completions and failures", value: query.get("search") ?? "", onchange: change("search") }),
+    RANGES.map(([name, title]) => el("span", { class: "range" }, title, input(`${name}_min`, "from"), "–", input(`${name}_max`, "to"))),
+    el("span", { class: "range" }, "row", input("prompt", "any")),
     Object.entries(CHOICES).map(([name, values]) => el("select", { name, "aria-label": name, onchange: change(name) },
       el("option", { value: "" }, `any ${name}`),
       values.map((value) => el("option", { value, selected: query.get(name) === value }, value)))),
-    el("input", { type: "search", name: "search", placeholder: "text in completion or failure", value: query.get("search") ?? "", onchange: change("search") }),
     el("button", { onclick: () => { location.hash = link("groups", { run: query.get("run") }); } }, "clear"));
+}
+
+function cell(row, name, numeric) {
+  if (!numeric) return el("td", { class: row[name] === "failed" ? "bad" : "" }, shown(row[name] ?? "–"));
+  return el("td", { class: name === "reward" && row.reward !== null ? `number ${row.reward > 0 ? "good" : "bad"}` : "number" }, number(row[name]));
 }
 
 function table(answer, query) {
@@ -42,7 +47,10 @@ function table(answer, query) {
   const down = query.get("down") !== "0";
   const head = COLUMNS.map(([name, title, numeric]) => el("th", {
     class: `sortable ${numeric ? "number" : ""} ${sort === name ? "sorted" : ""}`,
+    "aria-sort": sort === name ? (down ? "descending" : "ascending") : "none",
+    tabIndex: 0,
     onclick: () => go({ sort: name, down: sort === name && down ? "0" : "1", offset: null }),
+    onkeydown: (event) => { if (event.key === "Enter") event.currentTarget.click(); },
   }, title, sort === name ? (down ? " ↓" : " ↑") : ""));
   const rows = answer.rows.map((row) => el("tr", {
     class: "link",
@@ -50,9 +58,11 @@ function table(answer, query) {
     onclick: () => { location.hash = link("group", { run: chosenRun(), group: row.group, trajectory: row.trajectory }); },
     onkeydown: (event) => { if (event.key === "Enter") event.currentTarget.click(); },
   },
-    COLUMNS.map(([name, , numeric]) => el("td", { class: numeric ? "number" : "" }, numeric ? number(row[name]) : shown(row[name] ?? "–"))),
-    el("td", { class: "preview text" }, shown(row.preview ?? ""))));
-  return el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, head, el("th", {}, "end of the completion"))), el("tbody", {}, rows)));
+    COLUMNS.map(([name, , numeric]) => cell(row, name, numeric)),
+    el("td", { class: "text preview" }, shown(row.question ?? "")),
+    el("td", { class: "text preview wide" }, shown(row.preview ?? ""))));
+  return el("div", { class: "scroll" }, el("table", { class: "rows" },
+    el("thead", {}, el("tr", {}, head, el("th", {}, "end of the prompt"), el("th", { class: "wide" }, "end of the completion"))), el("tbody", {}, rows)));
 }
 
 export async function groupsPage(place, query, signal) {
@@ -63,13 +73,11 @@ export async function groupsPage(place, query, signal) {
   const draw = (answer) => {
     const last = Math.min(offset + PAGE_ROWS, answer.total);
     const note = answer.searched < answer.matching ? `; searched the first ${number(answer.searched)} of ${number(answer.matching)}` : "";
-    box.replaceChildren(
-      el("p", { class: "faint" }, answer.total ? `${number(offset + 1)}–${number(last)} of ${number(answer.total)} trajectories${note}` : `no trajectory matches${note}`),
-      table(answer, query),
-      el("div", { class: "bar" },
-        el("button", { disabled: offset === 0, onclick: () => go({ offset: Math.max(0, offset - PAGE_ROWS) }) }, "newer rows"),
-        el("button", { disabled: last >= answer.total, onclick: () => go({ offset: offset + PAGE_ROWS }) }, "further rows")),
-    );
+    const text = answer.total ? `${number(offset + 1)}–${number(last)} of ${number(answer.total)} trajectories${note}` : `No trajectory matches${note}.`;
+    const pager = el("div", { class: "bar" }, el("span", { class: "faint", role: "status" }, text),
+      el("button", { disabled: offset === 0, onclick: () => go({ offset: Math.max(0, offset - PAGE_ROWS) }) }, "← previous"),
+      el("button", { disabled: last >= answer.total, onclick: () => go({ offset: offset + PAGE_ROWS }) }, "next →"));
+    box.replaceChildren(pager, answer.total ? table(answer, query) : "");
   };
   draw(await read());
   return async () => { try { draw(await read()); } catch (error) { problem(error); } };

@@ -5,7 +5,7 @@ import { el, number, shown } from "./dom.js";
 import { chosenRun, link, runPicker } from "./app.js";
 
 function cell(value) {
-  return typeof value === "number" ? el("td", { class: "number" }, number(value)) : el("td", { class: "text" }, shown(value ?? "–"));
+  return typeof value === "number" ? el("td", { class: "number" }, number(value)) : el("td", { class: "text clipped" }, shown(value ?? "–"));
 }
 
 export async function questionsPage(place, query, signal) {
@@ -19,12 +19,18 @@ export async function questionsPage(place, query, signal) {
   const box = el("div", {}, el("p", { class: "faint" }, "reading the record …"));
   place.replaceChildren(el("div", { class: "bar" }, runPicker((other) => { location.hash = link("questions", { run: other, ask: asked }); }), buttons), box);
   const answer = await get("questions", { run, ask: asked }, signal);
+  const open = ({ group, trajectory = 0, token, evaluation }) => {
+    if (group !== undefined) location.hash = link("group", { run, group, trajectory, token, evaluation });
+  };
   const rows = answer.rows.map((row) => el("tr", {
     class: row.group === undefined ? "" : "link",
-    onclick: () => { if (row.group !== undefined) location.hash = link("group", { run, group: row.group, trajectory: row.trajectory ?? 0 }); },
+    tabIndex: 0,
+    onclick: () => open(row),
+    onkeydown: (event) => { if (event.key === "Enter") open(row); },
   }, row.cells.map(cell)));
+  const numeric = answer.headings.map((_, index) => answer.rows.length && typeof answer.rows[0].cells[index] === "number");
+  const heads = answer.headings.map((name, index) => el("th", { class: numeric[index] ? "number" : "" }, name));
   box.replaceChildren(
-    el("p", { class: "faint" }, answer.note),
-    el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, answer.headings.map((name) => el("th", {}, name)))), el("tbody", {}, rows))),
-  );
+    el("p", { class: "faint" }, shown(answer.note)),
+    rows.length ? el("div", { class: "scroll" }, el("table", { class: "answers" }, el("thead", {}, el("tr", {}, heads)), el("tbody", {}, rows))) : "");
 }

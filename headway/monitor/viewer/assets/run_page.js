@@ -1,14 +1,17 @@
 // Curves of all chosen runs against step or wall time, with what happened to their workers.
 
 import { get } from "./api.js";
-import { chart } from "./charts.js";
+import { Chart } from "./charts.js";
 import { el, number, seconds, shown } from "./dom.js";
-import { state } from "./app.js";
+import { link, state } from "./app.js";
 
 const AXES = { step: "step", wall_s: "wall time, s" };
 let axis = "step";
 
+const ACCURACY = { name: "accuracy", section: "Learning", title: "Held-out accuracy", unit: "%", description: "share of held-out problems solved" };
+
 function lines(all, metric) {
+  if (metric === ACCURACY) return accuracies(all);
   return all
     .filter(({ series }) => series.columns[metric.name]?.some((value) => value !== null))
     .map(({ run, series }) => ({ run, label: state.runs[run].name, x: series.columns[axis], y: series.columns[metric.name] }));
@@ -34,40 +37,55 @@ function cards(run) {
 
 function happenings(all) {
   const rows = all.flatMap(({ run, series }) => series.markers.map((one) => ({ run, ...one }))).sort((a, b) => b.wall_s - a.wall_s);
-  if (!rows.length) return el("p", { class: "faint" }, "No worker was lost, resized or restarted.");
+  if (!rows.length) return el("p", { class: "faint" }, "No worker was lost, resized or restarted, and no step was skipped.");
   return el("div", { class: "scroll" }, el("table", {},
     el("thead", {}, el("tr", {}, ["run", "after", "at step", "event", ""].map((name) => el("th", {}, name)))),
     el("tbody", {}, rows.slice(0, 200).map((row) => el("tr", {},
       el("td", {}, state.runs[row.run].name), el("td", {}, seconds(row.wall_s)), el("td", { class: "number" }, number(row.step)),
-      el("td", {}, row.kind), el("td", {}, shown(row.text)))))));
+      el("td", {}, row.kind), el("td", { class: "wide" }, shown(row.text)))))));
+}
+
+function heads(all, runs) {
+  const warnings = all.flatMap(({ series }) => series.warnings.map((text) => el("div", { class: "problem" }, shown(text))));
+  return [...warnings, ...runs.flatMap((run) => [runs.length > 1 ? el("h2", {}, state.runs[run].name) : null, cards(run)]).filter(Boolean)];
 }
 
 export async function runPage(place, _query, signal) {
   const runs = state.runs.map((_, index) => index).filter((index) => !state.hidden.has(index));
   const read = async () => Promise.all(runs.map(async (run) => ({ run, series: await get("series", { run }, signal) })));
+  const [head, bar, body, events] = [el("div"), el("div", { class: "bar" }), el("div"), el("div")];
+  const charts = new Map();
   let all = await read();
-  const draw = () => {
-    const markers = all.flatMap(({ series }) => series.markers.map((one) => ({ x: axis === "step" ? one.step : one.wall_s })));
-    const metrics = [...new Map(all.flatMap(({ series }) => series.metrics).map((metric) => [metric.name, metric])).values()];
-    const charts = [];
-    if (accuracies(all).length) {
-      charts.push(chart("Held-out accuracy", "share of problems solved", accuracies(all), { xLabel: AXES[axis], markers }));
+
+  const markersOf = () => all.flatMap(({ series }) => series.markers.map((one) => ({ x: axis === "step" ? one.step : one.wall_s })));
+  const fill = () => {
+    head.replaceChildren(...heads(all, runs));
+    events.replaceChildren(el("h2", {}, "Events"), happenings(all));
+    const metrics = [ACCURACY, ...(all[0]?.series.metrics ?? [])].map((metric) => [metric, lines(all, metric)]).filter(([, found]) => found.length);
+    const wanted = metrics.map(([metric]) => metric.name);
+    if ([...charts.keys()].join() === wanted.join() && metrics.every(([metric, found]) => charts.get(metric.name).fits(found))) {
+      for (const [metric, found] of metrics) charts.get(metric.name).update(found, markersOf());
+      return;
     }
-    for (const metric of metrics) {
-      const found = lines(all, metric);
-      if (found.length) charts.push(chart(metric.title, metric.description, found, { xLabel: AXES[axis], markers }));
+    for (const chart of charts.values()) chart.close();
+    charts.clear();
+    const sections = new Map();
+    for (const [metric, found] of metrics) {
+      const chart = new Chart(metric.title, metric.description, found, { xLabel: AXES[axis], markers: markersOf(), unit: metric.unit });
+      charts.set(metric.name, chart);
+      sections.set(metric.section, [...(sections.get(metric.section) ?? []), chart.box]);
     }
-    const choose = Object.entries(AXES).map(([name, title]) => el("button", {
-      class: axis === name ? "on" : "",
-      onclick: () => { axis = name; draw(); },
-    }, `against ${title}`));
-    const heads = runs.map((run) => [runs.length > 1 ? el("h2", {}, state.runs[run].name) : null, cards(run)]);
-    const warnings = all.flatMap(({ series }) => series.warnings.map((text) => el("div", { class: "problem" }, shown(text))));
-    place.replaceChildren(
-      ...warnings, ...heads.flat().filter(Boolean), el("div", { class: "bar" }, choose),
-      el("div", { class: "charts" }, charts.map((one) => one.box)), el("h2", {}, "Events"), happenings(all),
-    );
+    const parts = [...sections].flatMap(([title, boxes]) => [el("h2", {}, title), el("div", { class: "charts" }, boxes)]);
+    body.replaceChildren(...(parts.length ? parts : [el("p", { class: "faint" }, "No training step has finished yet.")]));
   };
-  draw();
-  return async () => { all = await read(); draw(); };
+  const choose = (name) => { axis = name; for (const chart of charts.values()) chart.close(); charts.clear(); drawBar(); fill(); };
+  const drawBar = () => bar.replaceChildren(
+    el("div", { class: "switch", role: "group", "aria-label": "horizontal axis" }, Object.entries(AXES).map(([name, title]) =>
+      el("button", { class: axis === name ? "on" : "", onclick: () => choose(name) }, title))),
+    el("span", { class: "faint" }, "drag in a chart to zoom, double click to see all; dashed lines are events"),
+    state.runs.length > 1 ? el("a", { href: link("config") }, "config diff") : null ?? "");
+  drawBar();
+  place.replaceChildren(head, bar, body, events);
+  fill();
+  return async () => { all = await read(); fill(); };
 }

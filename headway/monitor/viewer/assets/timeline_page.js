@@ -4,9 +4,9 @@ import { get } from "./api.js";
 import { color, el, seconds, shown, tip } from "./dom.js";
 import { chosenRun, link, runColor, runPicker } from "./app.js";
 
-const ROW = 26;
+const ROW = 34;
 const LEFT = 130;
-const TOP = 24;
+const TOP = 26;
 
 function ticks(from, to) {
   const rough = (to - from) / 8;
@@ -92,7 +92,8 @@ class Timeline {
       pen.fillStyle = color("--line");
       pen.fillRect(this.x(at), TOP - 4, 1, height);
       pen.fillStyle = color("--faint");
-      pen.fillText(digits ? `${at.toFixed(digits)} s` : seconds(at), this.x(at) + 3, 10);
+      const text = digits ? `${at.toFixed(digits)} s` : seconds(at);
+      if (this.x(at) + 3 + pen.measureText(text).width < this.canvas.clientWidth) pen.fillText(text, this.x(at) + 3, 10);
     }
     rows.forEach((row, index) => this.drawRow(pen, row, index));
     pen.fillStyle = color("--bad");
@@ -107,11 +108,18 @@ class Timeline {
   drawRow(pen, row, index) {
     const top = TOP + ROW * index + 4;
     pen.fillStyle = runColor(index);
-    for (const [start, end, share] of row.spans) {
+    for (const [start, end, share, text] of row.spans) {
       const [left, right] = [Math.max(LEFT, this.x(start)), Math.min(this.canvas.clientWidth, this.x(end))];
       if (right <= LEFT || left >= this.canvas.clientWidth) continue;
       pen.globalAlpha = 0.15 + 0.85 * Math.min(1, share);
-      pen.fillRect(left, top, Math.max(0.7, right - left), ROW - 8);
+      const width = Math.max(0.7, right - left);
+      pen.fillRect(left, top, width > 4 ? width - 1 : width, ROW - 8);
+      if (width > 40 && pen.measureText(text).width < width - 10) {
+        pen.globalAlpha = 1;
+        pen.fillStyle = share > 0.45 ? color("--ground") : color("--ink");
+        pen.fillText(text, left + 5, top + (ROW - 8) / 2);
+        pen.fillStyle = runColor(index);
+      }
     }
     pen.globalAlpha = 1;
   }
@@ -136,8 +144,10 @@ export async function timelinePage(place) {
     el("div", { class: "bar" },
       runPicker((other) => { location.hash = link("timeline", { run: other }); }),
       el("button", { onclick: () => timeline.show(0, timeline.total) }, "whole run"),
-      el("span", { class: "faint" }, "wheel to zoom, drag to move, arrow keys and + − with the keyboard; the darker, the busier; red: a worker was lost or restarted")),
-    timeline.canvas,
+      el("span", { class: "faint" }, "wheel or + − to zoom, drag or ← → to move; the stronger the colour, the busier; a red line is an event")),
+    el("div", { class: "panel" }, timeline.canvas),
+    el("p", { class: "faint" }, "Engines report once every metrics.stats_every_s: a bar is one such window of decoding, with the share of it that they computed. ",
+      "Rows of weights are transfers up to the swap. Everything else is exact to the event."),
   );
   timeline.draw();
   return async () => {
