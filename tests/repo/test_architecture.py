@@ -33,7 +33,7 @@ ROOMS: list[tuple[str, int]] = [
     ("engine", 5270),
     ("training", 3500),
     ("rollout", 3100),
-    ("control", 2720),
+    ("control", 2740),
     ("launch", 460),
     ("plan", 150),
     ("api", 250),
