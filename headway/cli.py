@@ -1,4 +1,4 @@
-"""headway train | sft | eval | serve | rollout | engines | replay | report | algorithms | bench: the command line.
+"""The command line: `headway --help` lists the commands; each imports what it needs when it runs.
 
 Errors written for people are printed as their one sentence; anything else is a bug and keeps its trace.
 """
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _OVERRIDES: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
+_KNOBS = "Every knob of a config can be given as --section.key=value; `headway knobs [FILTER]` lists them."
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Asynchronous reinforcement learning for language models that reason.",
-    epilog="Every knob of a config can be given as --section.key=value; `headway knobs` lists them.",
+    epilog=_KNOBS,
 )
 
 ConfigPath = Annotated[Path, typer.Argument(help="TOML file of the run", show_default=False)]
@@ -74,7 +76,7 @@ def _with_view(make: "Callable[[View], Coroutine[Any, Any, T]]") -> T:
         view.close()
 
 
-@app.command(context_settings=_OVERRIDES)
+@app.command(context_settings=_OVERRIDES, epilog=_KNOBS)
 def train(
     context: typer.Context,
     config: ConfigPath,
@@ -252,15 +254,98 @@ def engines(
 
 
 @app.command()
-def knobs() -> None:
-    """List every knob of a config, one sentence each."""
+def show(
+    run: RunPath,
+    step: Annotated[int | None, typer.Option(min=1, help="training step; the last when left out")] = None,
+    group: Annotated[int | None, typer.Option(min=0, help="one group by its id")] = None,
+    count: Annotated[int, typer.Option(min=1, help="how many groups")] = 2,
+    whole: Annotated[bool, typer.Option(help="do not cut long texts")] = False,
+) -> None:
+    """Print prompts with their completions and rewards, of a live or a finished run."""
+    from headway.monitor import listing
+    from headway.monitor.reader import RunReader
+
+    for line in listing.show(RunReader(run), step, group, count, whole):
+        _print(line)
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(help="a folder that holds run directories")] = Path("runs"),
+) -> None:
+    """List runs: status, training step, held-out accuracy, and how long ago they wrote."""
+    from headway.monitor import listing
+
+    _print(listing.runs_table(listing.runs(folder)))
+
+
+@app.command()
+def compare(compared: Annotated[list[Path], typer.Argument(metavar="RUN RUN …", help="directories of runs")]) -> None:
+    """Print the knobs in which runs differ, and their results side by side."""
+    from headway.monitor import listing
+    from headway.monitor.reader import RunReader
+
+    if len(compared) < 2:
+        raise ConfigError("compare needs two run directories or more")
+    for table in listing.compare([RunReader(run) for run in compared]):
+        _print(table)
+
+
+@app.command()
+def export(
+    run: RunPath,
+    to: Annotated[Path | None, typer.Option(help="write the trained model with its card to this directory")] = None,
+    completions: Annotated[Path | None, typer.Option(help="write every completion to this .parquet file")] = None,
+) -> None:
+    """Export the model as a Hugging Face directory with a model card, or the completions as Parquet."""
+    from headway.monitor.export import export_completions, export_model
+    from headway.monitor.reader import RunReader
+
+    if to is None and completions is None:
+        raise ConfigError("name what to export: --to DIR for the model, --completions FILE.parquet for the texts")
+    reader = RunReader(run)
+    if to is not None:
+        version = export_model(reader, to)
+        known = f"version {version} by checksum" if version is not None else "version not verified by checksum"
+        _print(f"model written to {to} ({known}); its card is {to / 'README.md'}")
+    if completions is not None:
+        _print(f"{export_completions(reader, completions):,} completions written to {completions}")
+
+
+@app.command()
+def init(
+    config: Annotated[Path, typer.Argument(help="TOML file to write", show_default=False)],
+    task: Annotated[str, typer.Option(help="own, math, code or choice")] = "own",
+    model: Annotated[
+        str, typer.Option(help="transformers directory or hub name")
+    ] = "HuggingFaceTB/SmolLM2-135M-Instruct",
+    gpu: Annotated[bool, typer.Option(help="put engine and trainer onto a GPU")] = False,
+) -> None:
+    """Write a first config for a task and a model, with a comment on every knob."""
+    from headway.starter import write_starter
+
+    written = " and ".join(map(str, write_starter(config, task, model, gpu)))
+    _print(f"wrote {written}; check it with `headway train {config} --dry-run`")
+
+
+@app.command()
+def knobs(words: Annotated[str, typer.Argument(metavar="[FILTER]", help="only knobs that mention this")] = "") -> None:
+    """List the knobs of a config by section: type, default, choices, and a sentence each."""
     from rich.table import Table
 
-    from headway.config import all_keys
+    from headway import knobs as all_knobs
+    from headway.config import Config
 
-    listing = Table("knob", "meaning", box=None)
-    for key, sentence in all_keys().items():
-        listing.add_row(key, sentence)
+    found = all_knobs.describe(Config, words)
+    if not found:
+        raise ConfigError(f"no knob mentions {words!r}; `headway knobs` lists all")
+    listing, section = Table("knob", "type", "default", "meaning", box=None), ""
+    for knob in found:
+        if section and knob.key.split(".")[0] != section:
+            listing.add_row()
+        section = knob.key.split(".")[0]
+        choices = f" ({', '.join(choice for choice in knob.choices if choice)})" if knob.choices else ""
+        listing.add_row(knob.key, knob.type, knob.default or "required", knob.sentence + choices)
     _print(listing)
 
 
@@ -280,9 +365,11 @@ def bench(
     """Run a benchmark of the source tree; arguments go to it."""
     directory = Path(__file__).resolve().parent.parent / "bench"
     script = directory / f"{name}.py"
+    if not directory.is_dir():
+        raise HeadwayError("benchmarks are in the source tree only: run `headway bench` from an environment made in it")
     known = sorted({path.stem for path in directory.glob("*.py")} - {"common", "shapes", "vllm_env"})
     if not script.is_file():
-        raise HeadwayError(f"there is no benchmark {name}; the source tree has {', '.join(known) or 'none here'}")
+        raise HeadwayError(f"there is no benchmark {name}; the source tree has {', '.join(known)}")
     sys.argv = [str(script), *context.args]
     sys.path.insert(0, str(directory))
     runpy.run_path(str(script), run_name="__main__")

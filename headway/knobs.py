@@ -7,7 +7,8 @@ import difflib
 import json
 import tomllib
 from contextlib import suppress
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -138,6 +139,54 @@ def _keys_at(root: type[BaseModel], location: list[str]) -> list[str]:
 def _describe(root: type[BaseModel], location: list[str]) -> str:
     field = _section_at(root, location[:-1]).model_fields[location[-1]]
     return field.description or f"section [{location[-1]}]"
+
+
+@dataclass(frozen=True)
+class Knob:
+    """All there is to say of one knob."""
+
+    key: str  # section.key
+    type: str
+    default: str  # as TOML; empty where it is required
+    choices: tuple[str, ...]  # of the values it may have, where they are few
+    sentence: str
+
+
+def describe(root: type[BaseModel], words: str = "") -> list[Knob]:
+    """Every knob, or those whose name or sentence contains the words."""
+    found = []
+    for key, text in keys(root).items():
+        *section, name = key.split(".")
+        field = _section_at(root, section).model_fields[name]
+        choices = _choices(field.annotation)
+        default = "" if field.is_required() else _as_toml(field.get_default(call_default_factory=True))
+        if words.lower() in f"{key} {text}".lower():
+            found.append(Knob(key, "choice" if choices else _type(field.annotation), default, choices, text))
+    return found
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    if get_origin(annotation) is Literal:
+        return tuple(str(value) for value in get_args(annotation))
+    return next((found for part in get_args(annotation) if (found := _choices(part))), ())
+
+
+_TYPES = {str: "text", int: "whole number", float: "number", bool: "true or false", list: "list", dict: "table"}
+
+
+def _type(annotation: Any) -> str:
+    origin = get_origin(annotation) or annotation
+    if origin is Annotated:
+        return _type(get_args(annotation)[0])
+    if origin in _TYPES:
+        return _TYPES[origin]
+    return " or ".join(dict.fromkeys(_type(part) for part in get_args(annotation) if part is not type(None)))
+
+
+def _as_toml(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_as_toml, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def keys(root: type[BaseModel]) -> dict[str, str]:

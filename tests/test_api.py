@@ -51,6 +51,10 @@ if __name__ == "__main__":
     assert rewards and all(1.0 <= reward < 2.0 for reward in rewards), rewards
     print(len(headway.generate(run, ["1+1=", "2+2="], max_tokens=4)))
     print(*run.metrics().columns)
+    tokens = run.tokens(next(run.groups(step=1)).id)
+    trained = tokens[tokens.sampled]
+    assert trained[["behaviour", "proximal", "current", "weight", "advantage"]].notna().all().all()
+    assert not trained["mask"].any() and set(trained.version) == {0}
 """
 
 

@@ -24,6 +24,7 @@ from headway.record.events import Evaluated
 from headway.record.log import EVENTS_NAME, is_being_written
 from headway.record.run import GroupState, Run
 from headway.record.shards import RECORD_NAME, Record
+from headway.trained_tokens import TrainedTokens
 from headway.types import Group, Trajectory
 
 if TYPE_CHECKING:
@@ -175,13 +176,24 @@ class RunReader:
         return frame
 
     def tokens(self, group: int, trajectory: int = 0) -> "DataFrame":
-        """One row a token: its text, version, log-prob, and whether it was trained; needs pandas."""
-        pandas, found = _pandas(), self._load(group)
+        """One row a token of a trajectory; needs pandas.
+
+        Its text, the version that sampled it, its log-prob under the behaviour, proximal and current policy, its
+        importance weight, its advantage, and in `mask` why it was not trained; empty where it was.
+        """
+        pandas, found, state = _pandas(), self._load(group), self._state(group)
+        trained = self._trained_tokens(state.taken + 1) if state.taken is not None else None
         for one in found.trajectories if found else ():
             if one.index == trajectory:
-                frame: DataFrame = pandas.DataFrame(token_columns(one, self.texts))
+                frame: DataFrame = pandas.DataFrame(token_columns(group, one, self.texts, trained))
                 return frame
         raise HeadwayError(f"group {group} of {self.directory} has no trajectory {trajectory}")
+
+    def _trained_tokens(self, step: int) -> TrainedTokens | None:
+        """What the loss of a training step saw of each token; None where it is not recorded."""
+        places = (taken.event.tokens_at for taken in self.run.steps if taken.event.version == step)
+        place = next(places, None)
+        return self._record.load_tokens(place) if place is not None else None
 
     @property
     def texts(self) -> Texts:

@@ -148,7 +148,7 @@ def test_every_headway_command_a_document_shows_is_one(words: tuple[str, ...]) -
     required = [parameter.name for parameter in command.params if parameter.required]
     assert all(context.params.get(parameter) is not None for parameter in required)
     path = str(context.params.get("config", "CONFIG"))
-    if not is_placeholder(path):
+    if not is_placeholder(path) and not Path(path).name.startswith("my_"):  # a file of the reader's own
         load(ROOT / path, [word for word in context.args if word.startswith("--")])
 
 
