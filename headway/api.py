@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from headway.config import Config, EngineSection, ModelSection, load, section, validate
-from headway.errors import ConfigError
+from headway.errors import CAUSE, ConfigError, translated
 from headway.monitor.reader import RunReader
 from headway.tasks.source import reference_of
 
@@ -129,10 +129,8 @@ async def _generate(
         raise ConfigError("a prompt is empty; give it a text")
     context = min(limit, max(map(len, encoded), default=1) + settings["max_tokens"] + 1)
     stops = end_tokens(path, model_config) | {tokenizer.eos_token_id}
-    try:
+    with translated(ValueError, ConfigError, CAUSE):
         sampling = Sampling(stop_tokens=tuple(sorted(stops)), **settings)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     seqs = min(len(prompts), 16 if device == "cpu" else 256) or 1
     kv_tokens = max(2, seqs) * least_tokens(context) // 2 if device == "cpu" else 0  # 0: what a GPU has free
     knobs = section(EngineSection, device=device, max_context=context, max_num_seqs=seqs, kv_tokens=kv_tokens)
@@ -186,10 +184,9 @@ def _task(task: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def _written(rows: list[Any], folder: Path) -> str:
     """Rows as a file that is named after its contents."""
-    try:
+    refused = f"a row of the task is no plain value that a file can hold ({CAUSE})"
+    with translated((TypeError, ValueError), ConfigError, refused):
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"a row of the task is no plain value that a file can hold ({error})") from error
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rows_{xxhash.xxh3_64_hexdigest(text.encode('utf-8', 'surrogatepass'))}.jsonl"
     path.write_text(text, encoding="utf-8")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.config import all_keys, load
-from headway.errors import ConfigError
+from headway.errors import CAUSE, ConfigError, translated
 
 Sections = dict[str, dict[str, Any]]
 
@@ -77,12 +77,10 @@ def write_starter(path: Path, task: str, model: str, gpu: bool) -> list[Path]:
     for file in files:
         if file.exists():
             raise ConfigError(f"{file} exists; name another file")
-    try:
+    with translated(OSError, ConfigError, f"cannot write {path}: {CAUSE}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
             file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     load(path)  # a model's name can hold what no config may
     return list(files)
 

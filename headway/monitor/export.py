@@ -13,9 +13,8 @@ from typing import Any
 import xxhash
 
 from headway import __version__
-from headway.errors import HeadwayError
+from headway.errors import CAUSE, HeadwayError, translated
 from headway.monitor.reader import RunReader
-from headway.record.log import cannot_write
 
 CARD_NAME = "README.md"
 CONFIG_NAME = "headway_config.json"
@@ -30,14 +29,12 @@ def export_model(run: RunReader, to: Path) -> int | None:
         raise HeadwayError(f"{to} exists; name a directory that does not, or an empty one")
     partial = to.with_name(to.name + ".partial")
     version = version_of(run, source)
-    try:
+    with translated(OSError, HeadwayError, f"cannot write {to}: {CAUSE}; choose another place for it"):
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(source, partial)
         (partial / CARD_NAME).write_text(model_card(run, version), encoding="utf-8")
         (partial / CONFIG_NAME).write_text(json.dumps(run.config, indent=2) + "\n", encoding="utf-8")
         os.replace(partial, to)
-    except OSError as error:
-        raise cannot_write(to, error) from error
     return version
 
 
@@ -136,23 +133,17 @@ def _code(text: str) -> str:
 
 def export_completions(run: RunReader, path: Path) -> int:
     """Every trajectory of every finished group as one Parquet file; returns how many. Needs pyarrow."""
-    try:
+    with translated(ImportError, HeadwayError, "Parquet needs pyarrow: pip install 'headway-rl[view]'"):
         import pyarrow as arrow
         from pyarrow import parquet
-    except ImportError:
-        raise HeadwayError("Parquet needs pyarrow: pip install 'headway-rl[view]'") from None
     schema = arrow.schema(_SCHEMA)
     partial, num_rows, rows = path.with_name(path.name + ".partial"), 0, run.rows()
-    try:
+    with translated(OSError, HeadwayError, f"cannot write {path}: {CAUSE}; choose another place for it"):
         with parquet.ParquetWriter(partial, schema) as writer:
             while some := list(islice(rows, _ROWS_AT_ONCE)):
                 writer.write_table(arrow.Table.from_pylist(some, schema=schema))
                 num_rows += len(some)
         os.replace(partial, path)
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    finally:
-        partial.unlink(missing_ok=True)
     return num_rows
 
 

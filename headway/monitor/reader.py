@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, translated
 from headway.monitor.metrics import step_point
 from headway.monitor.report import Summary, summarise
 from headway.monitor.viewer.texts import Texts
@@ -231,8 +231,6 @@ def _place(state: GroupState, num_trained: int) -> str:
 
 
 def _pandas() -> Any:
-    try:
+    with translated(ImportError, HeadwayError, "tables need pandas: pip install 'headway-rl[view]'"):
         import pandas
-    except ImportError:
-        raise HeadwayError("tables need pandas: pip install 'headway-rl[view]'") from None
     return pandas
