@@ -29,7 +29,7 @@ ROOMS: list[tuple[str, int]] = [
     ("model", 1100),
     ("weights", 1300),
     ("tasks", 4000),
-    ("monitor", 3600),
+    ("monitor", 3900),
     ("engine", 5270),
     ("training", 3500),
     ("rollout", 3100),
