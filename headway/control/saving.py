@@ -110,9 +110,7 @@ class Saving:
         """An ordinary model directory, in place of the last."""
         if trainer is not source and version == self._config.run.steps:
             await trainer.copy_model()
-        new = self._directory / f"{MODEL}.new"
-        await trainer.write_model(str(new))
-        await asyncio.to_thread(_replace, new, self._directory / MODEL)
+        await trainer.write_model(str(self._directory / MODEL))
 
     async def set_aside(self) -> None:
         """The latest model becomes the best one if the evaluation of it says so."""

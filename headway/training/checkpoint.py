@@ -270,16 +270,20 @@ def check_replaceable(directory: Path) -> None:
 
 
 def replace(unfinished: Path, directory: Path) -> None:
-    """fsync every file of `unfinished`, then rename it to `directory`."""
+    """fsync every file of `unfinished`, then rename it to `directory`, which is whole at every moment or absent."""
     for path in unfinished.rglob("*"):
         if path.is_file():
             _fsync(path)
         else:
             fsync_directory(path)
     fsync_directory(unfinished)
-    shutil.rmtree(directory, ignore_errors=True)
+    replaced = directory.with_name(directory.name + ".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if directory.exists():
+        directory.rename(replaced)
     unfinished.rename(directory)
     fsync_directory(directory.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _fsync(path: Path) -> None:

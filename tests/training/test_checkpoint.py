@@ -83,7 +83,7 @@ def test_slots_take_turns() -> None:
     assert [checkpoint.slot_for(number) for number in range(5)] == ["a", "b", "a", "b", "a"]
 
 
-def save_and_die(directory: Path, version: int, step: int) -> bool:
+def save_and_die(directory: Path, version: int, step: int, write: Callable[[Path, int], None] = save) -> bool:
     """Save in a child process that is gone before its file system step number `step`; whether it lived to the end.
 
     Every opening, renaming and removing raises an audit event, so no function has to be replaced to count them.
@@ -101,7 +101,7 @@ def save_and_die(directory: Path, version: int, step: int) -> bool:
                 remaining -= 1
 
         sys.addaudithook(count)
-        save(directory, version)
+        write(directory, version)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -375,6 +375,28 @@ def test_a_model_replaces_a_model_but_never_anything_else(tiny_model: str, tmp_p
         said = f"{precious} holds something other than a model, which saving one would delete; name another"
         assert str(error.value) == said
     assert (run / "config.json").read_text() == "{}"
+
+
+def write_two_files(directory: Path, version: int) -> None:
+    checkpoint.begin(directory)
+    unfinished = directory.with_name(directory.name + ".unfinished")
+    (unfinished / "config.json").write_text("{}")
+    (unfinished / "model.safetensors").write_text(str(version))
+    checkpoint.replace(unfinished, directory)
+
+
+def test_invariant_14_a_kill_while_a_model_is_replaced_leaves_room_for_the_next_one(tmp_path: Path) -> None:
+    for step in range(100):
+        model = tmp_path / str(step) / "model"
+        write_two_files(model, 1)
+        finished = save_and_die(model, 2, step, write_two_files)
+        assert not model.exists() or {path.name for path in model.iterdir()} == {"config.json", "model.safetensors"}
+        checkpoint.check_replaceable(model)
+        write_two_files(model, 3)
+        assert [path.name for path in model.parent.iterdir()] == ["model"]
+        if finished:
+            return
+    raise AssertionError("the model was never replaced")
 
 
 def test_a_model_with_folders_of_its_own_is_saved_whole(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_compiled_blocks_can_begin_to_recompute_their_activations_at_any_step(ti
     keeping, recomputing = (gpu_trainer(tiny_model, compile=True, dtype="bfloat16", token_budget=64) for _ in range(2))
     for version in range(3):
         if version == 1:
-            recomputing.make_fit(recomputing.fit.reduce(longest=64))
+            recomputing.set_fit(recomputing.fit.reduce(longest=64))
             assert recomputing.fit.recompute
         batch = stale_batch(tiny_model, version, first=10 * version)
         one, other = (each.train(batch).metrics for each in (keeping, recomputing))
