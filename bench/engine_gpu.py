@@ -246,7 +246,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--requests", nargs="*", type=int, default=[64, 256, 1024], help="concurrent requests")
     parser.add_argument("--prompt-length", type=int, default=128)
     parser.add_argument("--output-length", type=int, default=512)
-    parser.add_argument("--uneven", type=int, default=0, help="also so many requests of 4,096 to 16,384 tokens")
+    parser.add_argument("--uneven", type=int, default=0, help="also this many requests of 4,096 to 16,384 tokens")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--vllm-path", default="", help="put before PYTHONPATH for vLLM's process")

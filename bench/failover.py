@@ -99,7 +99,7 @@ class Scene:
         return seconds
 
     async def _notice(self, name: str) -> None:
-        """As the controller does: a look that is not answered, then everybody is told."""
+        """As the controller does: a health check that is not answered, then all workers know."""
         try:
             async with asyncio.timeout(self._options.health_s):
                 await self.engines[name].stats()
@@ -119,7 +119,7 @@ def admissions() -> Any:
 
 @contextlib.asynccontextmanager
 async def generating(scene: Scene, num_groups: int) -> AsyncIterator[None]:
-    """So many groups at any time."""
+    """A fixed number of groups at any time."""
     source = admissions()
 
     async def forever() -> None:

@@ -1,6 +1,6 @@
 """Dynamic micro-batches against a fixed number of sequences in each: the same data, the same trainer, the same run.
 
-Fixed: sequences in the order they come, so many in every micro-batch that they fit even if all were as long as can be,
+Fixed: sequences in the order they come, as many in every micro-batch as fit even if all were as long as can be,
 which is all one can do without looking at lengths; or, with hindsight, as many as happen to fit this batch everywhere.
 Dynamic: Algorithm 1, balanced by the number of sequences as in the paper, and by FLOPs as Headway does it. TFLOP/s by
 the count of `headway bench trainer`.

@@ -1,4 +1,4 @@
-"""A real training run on a GPU for so many minutes, through `headway train`, and what the GPU did meanwhile.
+"""A real training run on a GPU for a number of minutes, through `headway train`, and what the GPU did meanwhile.
 
 The run is that of a config; it is ended by an interrupt when its time is over, as a person would end it, unless its
 steps end before. Recorded are its summary, its held-out accuracies and rewards, and the GPU's own account of itself,

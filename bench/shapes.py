@@ -1,7 +1,7 @@
 """Models and workloads for benchmarks, made on the spot: no download, no training.
 
 A model directory has the shape of a known model, random weights and a tokenizer of ten digits. A workload has lengths
-as reasoning has them: log-normal with a long tail, up to a maximum, the same for whoever asks with the same seed.
+as reasoning has them: log-normal with a long tail, up to a maximum, the same for the same seed.
 Lengths are forced (a completion stops where its length says), so systems can be compared without a trained model.
 """
 

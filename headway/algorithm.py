@@ -1,6 +1,6 @@
 """The knobs of the algorithm, the presets that set several of them at once, and the combinations that are refused.
 
-A preset is a named set of knobs. Whatever a person sets beside it wins, so every part can be overridden.
+A preset is a named set of knobs. Whatever a person sets besides wins, so every part can be overridden.
 """
 
 from typing import Any, Literal
@@ -105,7 +105,7 @@ Preset = Literal["", "areal", "grpo", "dapo", "dr_grpo", "rloo", "reinforce++", 
 
 
 class AlgorithmSection(Section):
-    preset: Preset = Field("", description="a named set of the parts below; whatever is set beside it wins")
+    preset: Preset = Field("", description="a named set of the parts below; whatever is set besides wins")
 
     objective: Literal["decoupled", "naive", "cispo", "sapo", "reinforce"] = Field(
         "decoupled", description="decoupled PPO (Eq. 5) or plain PPO; cispo, sapo, reinforce: Eq. 5's weights, no min"

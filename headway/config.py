@@ -290,7 +290,7 @@ class SftSection(Section):
 
 
 class Config(Section):
-    """Everything a run can be told. Sections are components; fields are knobs."""
+    """The whole configuration of a run. Sections are components; fields are knobs."""
 
     run: RunSection = Field(default_factory=RunSection)
     ray: RaySection = Field(default_factory=RaySection)

@@ -313,13 +313,13 @@ def _stopped(directory: Path, run: Run, num_steps: int) -> str:
     """What is on disk after an interrupt, and what `--resume` will do."""
     version = run.checkpoints[0][0] if run.checkpoints else 0
     retrains = run.num_trained - version
-    told = f", retraining {retrains} recorded steps first" if retrains else ""
+    first = f", retraining {retrains} recorded steps first" if retrains else ""
     model = f"; the model is in {directory / 'model'}" if (directory / "model").exists() else ""
     if run.num_trained >= num_steps:
         return (
-            f"stopped after the last of {num_steps} steps; `--resume` evaluates the model of {directory}{told}{model}"
+            f"stopped after the last of {num_steps} steps; `--resume` evaluates the model of {directory}{first}{model}"
         )
-    return f"stopped after {run.num_trained} steps; `--resume` goes on from {directory}{told}{model}"
+    return f"stopped after {run.num_trained} steps; `--resume` goes on from {directory}{first}{model}"
 
 
 def _begin(prepared: Prepared, log: RunLog, directory: Path) -> None:

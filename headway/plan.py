@@ -62,11 +62,11 @@ def _processes(config: Config) -> str:
 def _ray(config: Config) -> list[tuple[str, str]]:
     if config.run.runtime != "ray":
         return []
-    told = {
+    named = {
         kind: " ".join(f"{amount:g} {name}" for name, amount in needs.items())
         for kind, needs in reservations(config).items()
     }
-    reserved = ", ".join(f"{kind} {needs}" for kind, needs in told.items() if needs)
+    reserved = ", ".join(f"{kind} {needs}" for kind, needs in named.items() if needs)
     return [("Ray", f"{config.ray.address or 'a cluster of this machine alone'}; reserved: {reserved or 'nothing'}")]
 
 
@@ -88,7 +88,7 @@ def _engine_memory(config: Config, shape: ModelShape, num_parameters: int) -> st
 
 def _trainer_memory(config: Config, num_parameters: int) -> str:
     each = "for each rank " if config.trainer.ranks > 1 else ""
-    return f"{each}{gigabytes(rank_bytes(config, num_parameters))} beside activations"
+    return f"{each}{gigabytes(rank_bytes(config, num_parameters))} plus activations"
 
 
 def _step(prepared: Prepared) -> str:

@@ -99,7 +99,7 @@ class Sampling:
 
 @noun
 class RequestKey:
-    """What a request's randomness depends on, beside the seed and the position: never on who shares its batch."""
+    """What a request's randomness depends on, besides the seed and the position: never on who shares its batch."""
 
     group: int
     trajectory: int
@@ -261,7 +261,7 @@ class Trajectory:
 
 @noun
 class Failure:
-    """A trajectory that never came to be: what befell it, and how many sampled tokens it cost."""
+    """A failed trajectory: the reason, and how many sampled tokens were wasted."""
 
     trajectory: int
     reason: str

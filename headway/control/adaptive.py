@@ -1,6 +1,6 @@
 """Adaptive staleness: moves η between two bounds by what stale data does to the training steps.
 
-After each training step it is told the effective sample size of the importance weights and the mismatch KL (the
+After each training step it gets the effective sample size of the importance weights and the mismatch KL (the
 divergence of behaviour and proximal policy), and under which η each group of the batch was admitted. A step counts only
 if all its groups were admitted under the η in force: what was decided has to arrive before it is judged. The means of
 four such steps decide:

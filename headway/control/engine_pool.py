@@ -275,7 +275,7 @@ class EnginePool:
         )
 
     async def _await_other_weights(self, published: Published) -> None:
-        """The engine lives, so the trainer must have died with its weights: it will publish them again."""
+        """The engine answers, so the trainer must have died with its weights: it will publish them again."""
 
         async def wait() -> None:
             while self._published is published:

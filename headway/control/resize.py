@@ -1,7 +1,7 @@
-"""How many engines a person wants of a run that goes on: a file in its directory, written by one, taken up by the run.
+"""Resize requests: a file in the run directory with the number of engines a running run should have.
 
-The file holds one number. It appears whole, by a rename, and vanishes when the controller has taken it up; what becomes
-of it is in the event log.
+The file holds one number. It appears whole, by a rename, and is deleted when the controller has read it; its
+outcome is in the event log.
 """
 
 import os
@@ -18,7 +18,7 @@ _LOOK_S = 0.05
 
 
 def ask(run_dir: Path, events_name: str, count: int, deadline_s: float = 60.0) -> None:
-    """Ask the run in `run_dir` for so many engines; returns when it has taken that up."""
+    """Request `count` engines of the run in `run_dir`; returns when the run has acknowledged it."""
     if not is_being_written(run_dir / events_name):
         raise HeadwayError(f"no run is going on in {run_dir}; start or resume it first")
     path = run_dir / WANTED_NAME
@@ -29,7 +29,7 @@ def ask(run_dir: Path, events_name: str, count: int, deadline_s: float = 60.0) -
     while path.exists():
         if time.monotonic() > deadline or not is_being_written(run_dir / events_name):
             path.unlink(missing_ok=True)
-            raise HeadwayError(f"the run in {run_dir} did not take up the wish within {deadline_s:g} s")
+            raise HeadwayError(f"the run in {run_dir} did not acknowledge the resize within {deadline_s:g} s")
         time.sleep(_LOOK_S)
 
 

@@ -153,7 +153,7 @@ class RolloutPool:
         await self._call_all(self._inform)
 
     async def _call_all(self, call: Callable[[RolloutWorker], Awaitable[None]]) -> None:
-        """On all workers that are up; the others are told when they start."""
+        """On all workers that are up; the others are called when they start."""
 
         async def one(supervised: Supervised[RolloutWorker]) -> None:
             worker = supervised.worker

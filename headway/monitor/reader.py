@@ -105,7 +105,7 @@ class RunReader:
     def metrics(self) -> "DataFrame":
         """One row a training step, one column a metric, named as in TensorBoard and W&B; needs pandas.
 
-        `seconds` counts the run's life. Accuracies stand at the step they were measured at, 0 before training.
+        `seconds` counts the time the run ran. Accuracies stand at the step they were measured at, 0 before training.
         """
         pandas = _pandas()
         rows: dict[int, dict[str, float]] = {}

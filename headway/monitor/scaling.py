@@ -1,7 +1,7 @@
 """What one engine more or fewer would bring: an estimate from who waited for whom.
 
 Shares are of the run's time. While the trainer waits for groups, generation alone decides the pace; the rest of what
-the engines do lies beside training. With n engines become m, all of it takes n/m as long. The estimate takes work to
+the engines do overlaps training. With n engines become m, all of it takes n/m as long. The estimate takes work to
 spread evenly and engines not to take anything from each other or from the trainer, which on one machine they may.
 """
 
@@ -43,7 +43,7 @@ def _cost_of_one_fewer(num_engines: int, waited: float, busy: float) -> float | 
     if num_engines < 2:
         return None
     longer = num_engines / (num_engines - 1)
-    # What the trainer waits for grows; what lies beside training may grow until it fills that time.
+    # What the trainer waits for grows; what overlaps training may grow until it fills that time.
     added = waited * (longer - 1) + max(0.0, (busy - waited) * longer - (1 - waited))
     return 1 - 1 / (1 + added)
 

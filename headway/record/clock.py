@@ -1,4 +1,4 @@
-"""A run's incarnations on one clock, which stands still while no process of the run lives."""
+"""A run's incarnations on one clock, which stands still while no process of the run exists."""
 
 import bisect
 from dataclasses import dataclass

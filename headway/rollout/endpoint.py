@@ -195,7 +195,7 @@ def _event(body: dict[str, Any]) -> bytes:
 
 
 def _last_delta(choice: Choice, call: Call) -> dict[str, Any]:
-    """The end of a streamed choice: why it ended, and what is told as a whole."""
+    """The end of a streamed choice: its stop reason, and what is sent only at the end."""
     chat = call.messages is not None
     made: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish_reason}
     if not chat:

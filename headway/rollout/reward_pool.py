@@ -32,7 +32,7 @@ from headway.types import Verdict
 START_DEADLINE_S = 60.0
 """For a new child to import the verifier, and for an idle one to take up a call."""
 END_DEADLINE_S = 5.0
-"""For a keeper to kill all it keeps."""
+"""For a guardian to kill its worker and all that this one started."""
 
 _LONGEST_FRAME = 1 << 16
 _DEADLINE, _DIED, _START, _REQUEST = "deadline", "died", "start", "request"
@@ -41,7 +41,7 @@ _BOOT = "import sys; sys.path[:] = sys.argv[4:]; from headway.rollout.reward_pro
 
 
 class _Broken(Exception):
-    """What befell the verifier: one of `_KINDS`, and a sentence."""
+    """How the verifier failed: one of `_KINDS`, and a sentence."""
 
     def __init__(self, kind: str, sentence: str, seconds: float = 0.0, killed: bool = False) -> None:
         super().__init__(sentence)
@@ -74,7 +74,7 @@ class RewardPool:
             raise ConfigError(f"verifier {self._reference}: {result}") if isinstance(result, _Broken) else result
 
     async def verify(self, task: dict[str, Any], text: str, source: str = "") -> Verdict:
-        """The verifier's score for `text`, or, after `retries` more attempts, the error that befell it."""
+        """The verifier's score for `text`, or, after `retries` more attempts, its error."""
         if not self._opened:
             raise RuntimeError("the reward pool was not opened")
         self._check_not_closed()
@@ -229,7 +229,7 @@ class _Child:
         return frame
 
     async def end(self) -> str:
-        """Hang up, which makes the keeper kill all it keeps, and say how the child ended."""
+        """Hang up, which makes the guardian kill its worker, and say how the child ended."""
         assert self._process.stdin is not None
         (self._writer or self._socket).close()
         self._process.stdin.close()

@@ -1,7 +1,7 @@
-"""One place of the reward pool: a keeper and the worker it keeps, started by `reward.py`, one call at a time.
+"""One place of the reward pool: a guardian and its worker, started by `reward.py`, one call at a time.
 
-The worker imports the verifier once and runs it; the keeper never runs a user's code, so it always answers. When the
-worker ends, or the pool closes the keeper's standard input, or the pool dies, the keeper kills the worker's process
+The worker imports the verifier once and runs it; the guardian never runs a user's code, so it always answers. When the
+worker ends, or the pool closes the guardian's standard input, or the pool dies, the guardian kills the worker's process
 group and then every descendant that left the group, and ends with the worker's status (128 + N for signal N).
 
 Invariant that lives here:
@@ -34,14 +34,14 @@ _LONGEST_SENTENCE = 500
 
 
 def main() -> NoReturn:
-    """Become the keeper and its worker; arguments: the worker's descriptor, the pool's process id, the verifier."""
+    """Become the guardian and its worker; arguments: the worker's descriptor, the pool's process id, the verifier."""
     descriptor, pool, reference = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     process_tree.adopt_orphans()
-    keeper = os.getpid()
+    guardian = os.getpid()
     worker = os.fork()
     if worker == 0:
         os.setpgid(0, 0)
-        process_tree.set_death_signal(signal.SIGKILL, keeper)
+        process_tree.set_death_signal(signal.SIGKILL, guardian)
         _serve_and_end(descriptor, reference)
     os.close(descriptor)
     with contextlib.suppress(ProcessLookupError):

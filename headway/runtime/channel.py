@@ -8,7 +8,8 @@ nonce (HELLO), the worker answers with its own and a keyed hash of both (CHALLEN
 Until then an end reads at most `MAX_UNVERIFIED_BYTES` of a frame and decodes nothing. Nothing is encrypted.
 
 An address is PLACE/RUN/NUMBER, and no two workers of a run have the same: a Unix-domain socket's path, or HOST:PORT
-and then the run and the number. Both hashes are over it, so that whoever took over a dead worker's port is not it.
+and then the run and the number. Both hashes are over it, so that a process that took over a
+dead worker's port cannot pass for it.
 """
 
 import asyncio

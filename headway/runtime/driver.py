@@ -1,13 +1,13 @@
-"""The one process of a run that speaks with Ray, and the keepers it has Ray start, one on the node of each worker.
+"""The one process of a run that speaks with Ray, and the launchers it has Ray start, one on the node of each worker.
 
-Ray places keepers by resources, starts them, and says when one is gone, or its node. A keeper starts the process of
+Ray places launchers by resources, starts them, and says when one is gone, or its node. A launcher starts the process of
 its worker, the same that the local runtime starts, and hands on what it prints. Nothing else goes through Ray: the
-calls between workers have channels of their own. The run's token reaches a keeper as the argument of a call, and its
+calls between workers have channels of their own. The run's token reaches a launcher as the argument of a call, and its
 worker through a pipe, so that no command line, environment or log shows it.
 
 Invariant that lives here:
- 15. Bounded waits: a worker dies with its keeper, a keeper with this process, this process with the controller; and a
-     keeper that says nothing for a while is given up.
+ 15. Bounded waits: a worker dies with its launcher, a launcher with this process, this process with the controller;
+     and a launcher that says nothing for a while is given up.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from headway.runtime import channel
 from headway.runtime.launch import execute
 
 _LOG = logging.getLogger(__name__)
-_BEAT_S = 5.0  # a keeper answers at least this often
+_BEAT_S = 5.0  # a launcher answers at least this often
 _LOST_S = 60.0  # and is given up after this long
 _DRAIN_S = 1.0  # for what a worker printed last, should somebody it left behind still hold its output
 _CHUNK_BYTES = 64 * 1024
@@ -38,7 +38,7 @@ class Cluster:
 
     def __init__(self, address: str, directory: str, place_s: float) -> None:
         self._address, self._directory, self._place_s = address, directory, place_s
-        self._keepers: dict[int, Any] = {}
+        self._launchers: dict[int, Any] = {}
 
     async def open(self) -> None:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -47,7 +47,7 @@ class Cluster:
         import ray  # only now: it reads its environment when it is imported
 
         self._ray: Any = ray
-        self._keeper = ray.remote(Keeper)
+        self._actor = ray.remote(Launcher)
         try:
             if self._address:
                 ray.init(address=self._address, log_to_driver=False)
@@ -59,7 +59,7 @@ class Cluster:
             raise ConfigError(f"{where} does not work: {_reason(error)}") from error
 
     def _keep_to_loopback(self) -> None:
-        # Ray 2.60 listens on every interface, even if told 127.0.0.1, unless it believes to be on a desktop.
+        # Ray 2.60 listens on every interface, even when given 127.0.0.1, unless it believes to be on a desktop.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         if "RAY_AUTH_MODE" not in os.environ:
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -84,11 +84,11 @@ class Cluster:
         """Start a worker where there is what it needs; its address."""
         if not any(all(node["Resources"].get(key, 0) >= needs[key] for key in needs) for node in self._nodes()):
             raise ConfigError(f"worker {name} needs {_listed(needs)}, and no node of the Ray cluster has that")
-        keeper = self._keeper.options(**_options(needs)).remote()
+        launcher = self._actor.options(**_options(needs)).remote()
         try:
             async with asyncio.timeout(self._place_s):
-                address = await keeper.start.remote(number, name, threads, directory, several, run, token)
-            self._keepers[number] = keeper
+                address = await launcher.start.remote(number, name, threads, directory, several, run, token)
+            self._launchers[number] = launcher
             return str(address)
         except TimeoutError as error:
             available = self._ray.available_resources()
@@ -99,45 +99,45 @@ class Cluster:
             _LOG.warning("%s could not be started: %s", name, error)
             raise WorkerDied(f"Ray could not start worker {name}: {_reason(error)}", name) from error
         finally:
-            if number not in self._keepers:
-                self._ray.kill(keeper)
+            if number not in self._launchers:
+                self._ray.kill(launcher)
 
     async def follow(self, number: int) -> AsyncIterator[bytes | int]:
         """What a worker prints, or nothing every few seconds; at last its exit code."""
-        keeper = self._keepers[number]
+        launcher = self._launchers[number]
         try:
             while True:
                 async with asyncio.timeout(_LOST_S):
-                    output = await keeper.read.remote()
+                    output = await launcher.read.remote()
                 yield output
                 if isinstance(output, int):
                     return
         except TimeoutError as error:
-            raise WorkerDied(f"its keeper on a Ray node was silent for {_LOST_S:g} s") from error
+            raise WorkerDied(f"its launcher on a Ray node was silent for {_LOST_S:g} s") from error
         except self._ray.exceptions.RayError as error:
-            _LOG.warning("keeper %d is lost: %s", number, error)
-            raise WorkerDied("Ray lost its keeper or its node; ray.log says why") from error
+            _LOG.warning("launcher %d is lost: %s", number, error)
+            raise WorkerDied("Ray lost its launcher or its node; ray.log says why") from error
         finally:
             self._release(number)
 
     async def close_worker(self, number: int) -> None:
         """Ask a worker to close."""
-        if (keeper := self._keepers.get(number)) is not None:
-            await keeper.close.remote()
+        if (launcher := self._launchers.get(number)) is not None:
+            await launcher.close.remote()
 
     async def kill_worker(self, number: int) -> None:
-        if (keeper := self._keepers.get(number)) is not None:
-            await keeper.kill.remote()
+        if (launcher := self._launchers.get(number)) is not None:
+            await launcher.kill.remote()
 
     def _release(self, number: int) -> None:
-        if (keeper := self._keepers.pop(number, None)) is not None:
-            self._ray.kill(keeper)
+        if (launcher := self._launchers.pop(number, None)) is not None:
+            self._ray.kill(launcher)
 
     async def close(self) -> None:
         self._ray.shutdown()
 
 
-class Keeper:
+class Launcher:
     """A Ray actor: it starts the process of one worker on its own node, and holds its lifeline."""
 
     async def start(
@@ -199,6 +199,6 @@ def _listed(resources: dict[str, float]) -> str:
 
 def _reason(error: BaseException) -> str:
     """The one line of Ray's words that says why."""
-    # A keeper's own error comes with its whole trace, and the error itself as the cause.
+    # A launcher's own error comes with its whole trace, and the error itself as the cause.
     lines = str(getattr(error, "cause", None) or error).strip().splitlines() or [type(error).__name__]
     return next((line.strip() for line in lines if "because" in line), lines[0])

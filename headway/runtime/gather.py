@@ -1,4 +1,4 @@
-"""Several awaitables at the same time: all results, or one failure and nothing left under way."""
+"""Several awaitables concurrently: all results, or one failure and nothing left running."""
 
 import asyncio
 from collections.abc import Awaitable

@@ -83,7 +83,7 @@ class Inbox:
         """The first item; the error, once there is no item before it."""
         await self.wait()
         if not self.items and self.error is not None:
-            # One error may be told to thousands: what the others add to its traceback is not this one's.
+            # One error may be raised in thousands of waiters: what the others add to its traceback is not this one's.
             raise self.error.with_traceback(self._trace)
         return self.items.popleft()
 
@@ -97,8 +97,8 @@ class Peer:
     def __init__(self, name: str, address: str, log: str) -> None:
         self.name, self.address, self.log = name, address, log
         self.exit: asyncio.Task[WorkerDied] | None = None  # only in the process that started it
-        self.connection: Connection | None = None
-        self._connecting: asyncio.Task[Connection] | None = None
+        self.connection: PeerConnection | None = None
+        self._connecting: asyncio.Task[PeerConnection] | None = None
 
     async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], deadline_s: float) -> Any:
         payload = codec.encode([method, list(args), kwargs])
@@ -134,14 +134,14 @@ class Peer:
         finally:
             connection.forget(call)
 
-    async def _connect(self) -> "Connection":
+    async def _connect(self) -> "PeerConnection":
         if self._connecting is None:
             self._connecting = asyncio.create_task(self._open_connection())
-            # Whoever waits for it may be gone by the time it fails.
+            # All that wait for it may be gone by the time it fails.
             self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._connecting)  # others may wait for the same connection
 
-    async def _open_connection(self) -> "Connection":
+    async def _open_connection(self) -> "PeerConnection":
         run = channel.run_of(self.address)
         try:
             if run not in _TOKENS and self.exit is None:
@@ -149,7 +149,7 @@ class Peer:
             if run not in _TOKENS:
                 raise await self.ended()
             async with asyncio.timeout(_CONNECT_S):
-                return await channel.connect(lambda: Connection(self), self.address)
+                return await channel.connect(lambda: PeerConnection(self), self.address)
         except OSError as error:  # TimeoutError is one
             raise await self.ended() from error
         finally:
@@ -168,8 +168,8 @@ class Peer:
         return WorkerDied(f"worker {self.name} ended while it was still needed; see {self.log}", self.name)
 
 
-class Connection(Channel):
-    """The calls of this process to one worker, told apart by number."""
+class PeerConnection(Channel):
+    """The calls of this process to one worker, identified by number."""
 
     def __init__(self, peer: Peer) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Connection(Channel):
         self._peer.connection = self
 
     def prove(self, kind: int, payload: bytes) -> bool:
-        """Only to whoever has the token already does this side say that it has it, too."""
+        """This side proves its token only after the other side has proved its own."""
         nonces, theirs = self._nonce + payload[: channel.NONCE_BYTES], payload[channel.NONCE_BYTES :]
         expected = channel.proof(self._token, "worker", self._peer.address, nonces)
         if kind != channel.CHALLENGE or not hmac.compare_digest(theirs, expected):
@@ -254,7 +254,7 @@ class Handle:
 
     Synchronous methods, too, are awaited: the worker runs them on its compute thread, one at a time.
 
-    It travels to other workers with the names of its methods, not with its class, so that whoever receives it need
+    It travels to other workers with the names of its methods, not with its class, so that its receiver need
     not import what the worker imports; the token does not travel.
     """
 

@@ -48,13 +48,13 @@ def _environment(threads: int) -> dict[str, str]:
     package_root = str(Path(codec.__file__).parent.parent)
     python_path = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
     counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-    # By default libgomp's threads spin at every barrier: beside another busy process, products become 10 times slower.
+    # By default libgomp's threads spin at every barrier: with another busy process, products become 10 times slower.
     patience = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000")}
     return {**os.environ, **counts, **patience, "PYTHONPATH": os.pathsep.join(python_path)}
 
 
 def open_arguments(cls: type, args: tuple[Any, ...], threads: int) -> tuple[str, list[str], int, bytes]:
-    """What a new worker is first told: which class to construct with what, and where to import it from."""
+    """The first call to a new worker: which class to construct with what, and where to import it from."""
     if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
         raise TypeError(f"{cls.__qualname__} must be defined at the top of a module that another process can import")
     path = f"{cls.__module__}:{cls.__qualname__}"
@@ -69,13 +69,13 @@ def closed(peer: Peer) -> WorkerDied:
     return WorkerDied(f"worker {peer.name} was closed", peer.name)
 
 
-def obituary(peer: Peer, how: str, log_offset: int) -> WorkerDied:
+def exit_error(peer: Peer, how: str, log_offset: int) -> WorkerDied:
     """How a worker ended, with the last it printed; its log before `log_offset` is of an earlier one."""
     lines: list[str] = []
     with suppress(OSError), open(peer.log, "rb") as log:
         log.seek(max(log_offset, os.path.getsize(peer.log) - _TAIL_BYTES))
         lines = log.read().decode(errors="replace").splitlines()
-    last_words = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    said = f"last words: {last_words!r}" if last_words else "it left no last words"
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    said = f"last output: {last!r}" if last else "no log output"
     sentence = f"worker {peer.name} ended ({how}) while it was still needed"
     return WorkerDied(f"{sentence}; {said}; see {peer.log}", peer.name)

@@ -1,7 +1,7 @@
 """Every worker in a process of its own on this machine.
 
 Invariant that lives here:
- 15. Bounded waits: a worker that dies fails what is pending on it, with its name and its last words; one that does
+ 15. Bounded waits: a worker that dies fails what is pending on it, with its name and its last output; one that does
      not close in time is killed; none outlives its parent, however the parent ends.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 from headway.errors import WorkerDied
 from headway.runtime import channel
 from headway.runtime.handle import Handle, Peer, find_peer, join_run, leave_run, remote_methods
-from headway.runtime.launch import closed, describe_exit, execute, obituary, open_arguments
+from headway.runtime.launch import closed, describe_exit, execute, exit_error, open_arguments
 
 T = TypeVar("T")
 
@@ -50,8 +50,8 @@ class _Worker:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
-    def obituary(self, code: int) -> WorkerDied:
-        return closed(self.peer) if self.closing else obituary(self.peer, describe_exit(code), self.log_offset)
+    def exit_error(self, code: int) -> WorkerDied:
+        return closed(self.peer) if self.closing else exit_error(self.peer, describe_exit(code), self.log_offset)
 
 
 class LocalRuntime:
@@ -140,7 +140,7 @@ class LocalRuntime:
         """Wait for the end of a worker; then fail what is pending on it and kill what it left running."""
         code = await worker.process.wait()
         worker.kill()
-        error = worker.obituary(code)
+        error = worker.exit_error(code)
         worker.peer.disconnect()
         if worker.opened and not worker.closing:
             self._deaths.put_nowait(error)

@@ -24,7 +24,7 @@ from headway.errors import ConfigError, DeadlineExceeded, HeadwayError, WorkerDi
 from headway.runtime import channel
 from headway.runtime.driver import Cluster
 from headway.runtime.handle import Handle, Peer, find_peer, join_run, leave_run, remote_methods, with_deadline
-from headway.runtime.launch import closed, describe_exit, obituary, open_arguments
+from headway.runtime.launch import closed, describe_exit, exit_error, open_arguments
 from headway.runtime.local import CLOSE_S, LocalRuntime
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 _DRIVER = "ray"
 _CONNECT_S = 60.0
 _PLACE_S = 300.0
-_SILENCE_S = 120.0  # longer than what the driver waits for a keeper, so that it is the keeper that is named
+_SILENCE_S = 120.0  # longer than what the driver waits for a launcher, so that it is the launcher that is named
 
 
 def check_ray() -> None:
@@ -45,7 +45,7 @@ def check_ray() -> None:
 
 
 @dataclass
-class _Worker:
+class _RayWorker:
     number: int
     cluster: Cluster
     peer: Peer
@@ -78,7 +78,7 @@ class RayRuntime:
         join_run(self._run, self._token)
         self._num_machines = 0  # not asked yet
         self._connecting: asyncio.Task[Cluster] | None = None
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, _RayWorker] = {}
         self._num_started = 0
         self._deaths: asyncio.Queue[WorkerDied] = asyncio.Queue()
 
@@ -96,7 +96,7 @@ class RayRuntime:
         return cast(T, Handle(worker.peer, remote_methods(cls), self._deadline_s))
 
     async def num_machines(self) -> int:
-        """Asked once, so that all workers are told the same; it connects to the cluster, or starts one."""
+        """Asked once, so that all workers get the same answer; it connects to the cluster, or starts one."""
         cluster = await self._connect()
         self._num_machines = self._num_machines or await cluster.num_machines()
         return self._num_machines
@@ -137,7 +137,7 @@ class RayRuntime:
             raise ConfigError(f"{where} does not answer; is it there? ({error})") from error
         return with_deadline(cluster, 2 * place_s)
 
-    async def _place(self, name: str, threads: int) -> _Worker:
+    async def _place(self, name: str, threads: int) -> _RayWorker:
         await self.stop(name)
         cluster = await self._connect()
         number, path = self._num_started, self._log_dir / f"{name}.log"
@@ -151,12 +151,12 @@ class RayRuntime:
                 self._connecting = None  # the next start is by a new one
             raise
         log = path.open("ab", buffering=0)
-        worker = _Worker(number, cluster, find_peer(name, address, str(path)), log, log.tell())
+        worker = _RayWorker(number, cluster, find_peer(name, address, str(path)), log, log.tell())
         worker.peer.exit = asyncio.create_task(self._follow(worker))
         self._workers[name] = worker
         return worker
 
-    async def _follow(self, worker: _Worker) -> WorkerDied:
+    async def _follow(self, worker: _RayWorker) -> WorkerDied:
         """Write down what a worker prints until it ends; then fail what is pending on it."""
         try:
             async for output in with_deadline(worker.cluster, _SILENCE_S).follow(worker.number):
@@ -172,13 +172,13 @@ class RayRuntime:
                 await self._local.stop(_DRIVER)
         finally:
             worker.log.close()
-        died = closed(worker.peer) if worker.closing else obituary(worker.peer, worker.how, worker.log_offset)
+        died = closed(worker.peer) if worker.closing else exit_error(worker.peer, worker.how, worker.log_offset)
         worker.peer.disconnect()
         if worker.opened and not worker.closing:
             self._deaths.put_nowait(died)
         return died
 
-    async def _end(self, worker: _Worker, kill: bool = False) -> None:
+    async def _end(self, worker: _RayWorker, kill: bool = False) -> None:
         """Ask a worker to close, and kill it if it does not."""
         if worker.ended.done():
             return
@@ -194,11 +194,11 @@ class RayRuntime:
         if not worker.ended.done():
             await self._wait_for(worker, close_s, cluster.kill_worker(worker.number))
         if not worker.ended.done():
-            worker.ended.cancel()  # the driver then gives its keeper up
+            worker.ended.cancel()  # the driver then gives its launcher up
             await asyncio.wait({worker.ended})
             worker.peer.disconnect()
 
-    async def _wait_for(self, worker: _Worker, seconds: float, asking: Awaitable[None]) -> None:
+    async def _wait_for(self, worker: _RayWorker, seconds: float, asking: Awaitable[None]) -> None:
         with suppress(HeadwayError):  # the worker may have ended meanwhile, or the driver with all of them
             await asking
         await asyncio.wait({worker.ended}, timeout=seconds)

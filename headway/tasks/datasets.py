@@ -142,7 +142,7 @@ def _call(reference: str) -> list[Row]:
             f"{reference}: there is no @{split}; an environment has @eval, and its training rows without it"
         )
     function = imports.load(place)
-    # The function is the user's: whatever it raises is told as one sentence that names it.
+    # The function is the user's: whatever it raises becomes one sentence that names it.
     with translated((Exception, SystemExit), ConfigError, f"{reference} raised {KIND}: {CAUSE}"):
         made = imports.call(function)
         getter = getattr(made, _SPLITS.get(split, ""), None)

@@ -42,7 +42,7 @@ def load_all(tasks: Mapping[str, TaskSection], tokenizer: "PreTrainedTokenizerBa
     held_out: list[Prompt] = []
     notes: list[str] = []
     for name, task in tasks.items():
-        reader = _Reader(name, task, tokenizer, max_tokens, notes)
+        reader = _RowReader(name, task, tokenizer, max_tokens, notes)
         if task.train and task.weight > 0:
             train += reader.read(task.train, _next_index(train), held_out=False if task.eval_share else None)
         if task.eval:
@@ -63,7 +63,7 @@ def is_held_out(key: str, share: float) -> bool:
     return int.from_bytes(hashlib.sha256(key.encode(errors="surrogatepass")).digest()[:8], "big") < share * 2**64
 
 
-class _Reader:
+class _RowReader:
     """Reads the rows of one task."""
 
     def __init__(

@@ -123,14 +123,14 @@ def load(directory: Path, rows: Callable[[str, int], range] = _every_row) -> Che
         checksum = description.pop("checksum")
         if checksum != _checksum(description):
             raise HeadwayError(f"checkpoint {directory} is damaged: {_DESCRIPTION} does not match its checksum")
-        reader = _Reader(directory, rows)
+        reader = _SlotReader(directory, rows)
         for file, described in description["files"].items():
             reader.read(file, described)
         reader.check_complete()
     return Checkpoint(description["version"], reader.tensors, reader.shapes)
 
 
-class _Reader:
+class _SlotReader:
     """Assembles the wanted rows of each tensor from the files of a slot."""
 
     def __init__(self, directory: Path, rows: Callable[[str, int], range]):

@@ -1,7 +1,7 @@
 """Weights handed over on the GPU: published into memory that other processes of this machine can map, with checksums.
 
 The bytes never leave the device. A publisher copies an update into one of two buffers of its own; a receiver maps the
-buffer (CUDA IPC; within one process it is simply found) and copies from there beside its live weights.
+buffer (CUDA IPC; within one process it is simply found) and copies from there next to its live weights.
 
 Invariant that lives here:
  11. Verified weight sync at every load by fingerprint: a checksum of each tensor's bytes, taken where they were

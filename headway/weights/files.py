@@ -1,6 +1,6 @@
 """Weights as files: each version an ordinary safetensors file in a directory of its own, which every engine can read.
 
-A file is written beside its place, brought to disk and renamed, so that it is there whole or not at all; the last two
+A file is written next to its place, brought to disk and renamed, so that it is there whole or not at all; the last two
 versions are kept. It holds every tensor under every name it has, tied or not, and the version in its metadata.
 """
 
@@ -40,7 +40,7 @@ class WeightFiles:
 
     def __init__(self, directory: Path, name: str = "model") -> None:
         self.directory, self._name = directory, f"{name}.safetensors"
-        self._kept: list[int] = []
+        self._retained: list[int] = []
 
     def write(self, version: int, tensors: Sequence[TensorInfo], memory: memoryview) -> WeightPlace:
         """Write what lies in the memory as the tensors say; versions before the last are removed. Raises OSError."""
@@ -60,18 +60,18 @@ class WeightFiles:
             raise
         fsync_directory(path.parent)
         fsync_directory(self.directory)
-        self._keep(version)
+        self._prune(version)
         return WeightPlace(TRANSPORT, str(path.absolute()))
 
     def _path(self, version: int) -> Path:
         return self.directory / f"version-{version}" / self._name
 
-    def _keep(self, version: int) -> None:
+    def _prune(self, version: int) -> None:
         """Remove this writer's files of all versions but the last two it wrote, and what earlier runs left."""
-        self._kept = [*[kept for kept in self._kept if kept < version][-1:], version]
+        self._retained = [*[kept for kept in self._retained if kept < version][-1:], version]
         for directory in self.directory.glob("version-*"):
             number = re.fullmatch(r"version-(\d+)", directory.name)
-            if number and int(number[1]) not in self._kept:
+            if number and int(number[1]) not in self._retained:
                 for name in (self._name, self._name + ".unfinished"):
                     (directory / name).unlink(missing_ok=True)
                 with suppress(OSError):  # another writer's file is still there

@@ -32,7 +32,7 @@ def open_update(update: WeightUpdate) -> dict[str, Tensor]:
 
 
 def open_whole(update: WeightUpdate) -> dict[str, Tensor]:
-    """The update's tensors, whole and proved, whoever published which rows of them."""
+    """The update's tensors, whole and proved, whichever ranks published their rows."""
     ipc.release_other_publishers(update)
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     for part in update.parts or (update,):

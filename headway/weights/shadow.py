@@ -18,7 +18,7 @@ from headway.weights.receive import receive
 
 
 class ShadowWeights:
-    """The receiving side: a second set of tensors beside a module's live ones."""
+    """The receiving side: a second set of tensors next to a module's live ones."""
 
     def __init__(self, live: Mapping[str, Tensor], in_place: bool = False):
         """With `in_place`, a swap copies the shadow set over the live one instead of exchanging the two."""

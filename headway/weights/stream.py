@@ -53,7 +53,7 @@ _CLOSE_S = 5.0
 
 
 class Source(Protocol):
-    """Whoever publishes: its newest version, and the bytes of those it still holds."""
+    """The publisher: its newest version, and the bytes of those it still holds."""
 
     version: int
 
@@ -102,7 +102,7 @@ def _proof(token: bytes, role: bytes, challenges: bytes) -> bytes:
 
 
 class WeightServer:
-    """Serves a source's versions to whoever proves the token; a thread for each client."""
+    """Serves a source's versions to clients that prove the token; a thread for each client."""
 
     def __init__(self, address: str, source: Source) -> None:
         address = own_address() if address == OWN else address
@@ -143,7 +143,7 @@ class WeightServer:
             try:
                 client, _ = self._listener.accept()
             except OSError as error:
-                if not self._closed:  # out of file descriptors, say; whoever waits will connect again
+                if not self._closed:  # out of file descriptors, say; a client that waits will connect again
                     _LOG.warning("a client of the weight server could not be accepted: %s", error)
                     time.sleep(_PAUSE_S)
                 continue

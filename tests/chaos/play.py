@@ -212,7 +212,7 @@ class Play:
             self.process = None
 
     def _keep(self) -> None:
-        """What lies on a disk that is about to go, for whoever looks into it."""
+        """What lies on a disk that is about to go, for a later look."""
         if self.run.has_small_disk and self.run_directory.exists():
             shutil.copytree(self.run_directory, self.directory / "run")
 
@@ -281,7 +281,7 @@ class Play:
             time.sleep(every_s)
 
     def _await_moment(self, first: int, scenario: Scenario) -> None:
-        """So many events after the last fault; at the beginning of a run, while it is still starting perhaps."""
+        """A number of events after the last fault; at the beginning of a run, while it is still starting perhaps."""
         for events in self._changes(self.world.recovery_s(self.run), "moment for the fault", 0.005):
             if sum(event.kind != "stats" for event in events[first:]) >= scenario.after and events:
                 time.sleep(scenario.delay_s)

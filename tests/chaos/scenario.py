@@ -96,7 +96,7 @@ class Scenario:
     number: int
     victim: str
     fault: str
-    after: int  # so many events, looks not counted, from when the run is well again
+    after: int  # number of events, health checks not counted, from when the run is well again
     delay_s: float  # and then so long
     draw: int  # for whatever the fault itself has to choose
 

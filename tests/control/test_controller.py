@@ -286,7 +286,7 @@ def test_training_does_not_wait_for_a_checkpoint_to_be_written(make_stage: MakeS
 
 
 class Told(FakeEngine):
-    """Receives weights only once rollout workers have heard of their version."""
+    """Receives weights only once rollout workers know their version."""
 
     newest = 0
 
@@ -298,7 +298,7 @@ class Told(FakeEngine):
 def test_training_does_not_wait_until_everybody_has_heard_of_its_weights(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rollout workers listen only once the next step is under way, and engines are sent nothing before."""
+    """Rollout workers listen only once the next step is running, and engines are sent nothing before."""
     engine = Told(mean_tokens=6.0)
     stage = make_stage({"run": {"steps": 8}, "staleness": {"max_staleness": 3}}, engines=[engine])
     inform = RolloutWorker.inform

@@ -10,7 +10,7 @@ from headway.config import Config, validate
 from headway.control.mps import CONTROL, shares_gpu, side_by_side
 
 SERVICE = """#!/bin/sh
-# Stands in for the control program: -f serves until it is told to quit, by its other self, through a file.
+# Stands in for the control program: -f serves until it is asked to quit, by its other self, through a file.
 if [ "$1" = -f ]; then
     {fail}
     touch "$CUDA_MPS_PIPE_DIRECTORY/control"

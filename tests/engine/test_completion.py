@@ -40,7 +40,7 @@ def test_tokens_beyond_the_first_stop_token_are_cut_off() -> None:
     assert completion.logprobs.tolist() == [-1, -2, -3, -8]
 
 
-def test_invariant_9_the_limit_and_the_context_are_told_apart_and_a_stop_wins() -> None:
+def test_invariant_9_the_limit_and_the_context_are_distinguished_and_a_stop_wins() -> None:
     request = make_request(PROMPT, max_tokens=4, stop_tokens=(9,))
     for context, tokens, stop in [
         (None, (1, 1, 1, 1), StopReason.LENGTH),

@@ -112,7 +112,7 @@ def test_plain_lines_tell_evaluations_checkpoints_drops_resumes_and_the_end():
         assert expected in text
 
 
-def test_a_flood_of_drops_is_told_in_few_lines_and_counted_in_full():
+def test_a_flood_of_drops_is_reported_in_few_lines_and_counted_in_full():
     run = SyntheticRun(steps=2, batch=500)
     run.admit()
     for _ in range(500):

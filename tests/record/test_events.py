@@ -322,7 +322,7 @@ for attempt in range(2):
 """
 
 
-def test_a_full_disk_is_told_with_its_path_and_cause_and_the_log_stays_readable(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_its_path_and_cause_and_the_log_stays_readable(tmp_path: Path) -> None:
     path = tmp_path / "log"
     command = [sys.executable, "-c", FULL_DISK, str(path)]
     told = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)

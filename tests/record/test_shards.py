@@ -255,7 +255,7 @@ except HeadwayError as error:
 """
 
 
-def test_a_disk_that_fills_up_under_the_record_is_told_and_names_only_whole_groups(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_under_the_record_is_reported_and_names_only_whole_groups(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
     told = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     shard = tmp_path / RECORD_NAME / "groups-00000.bin"
@@ -394,9 +394,9 @@ def test_a_jsonl_that_could_not_be_completed_does_not_appear(tmp_path: Path) -> 
     path = tmp_path / "groups.jsonl"
     sequence = make_group(1, size=1).trajectories[0].sequences[0]
     sequence.logprobs[0] = np.nan
-    spoilt = Group(1, 1, 0, 1, (Trajectory(0, (sequence,), (), 1.0, ()),))
+    not_finite = Group(1, 1, 0, 1, (Trajectory(0, (sequence,), (), 1.0, ()),))
     with pytest.raises(HeadwayError, match="group 1 holds a number that is not finite"):
-        write_jsonl(path, [make_group(0), spoilt])
+        write_jsonl(path, [make_group(0), not_finite])
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(HeadwayError, match=r"cannot write .*groups.jsonl: No such file"):
         write_jsonl(tmp_path / "nowhere" / "groups.jsonl", [])

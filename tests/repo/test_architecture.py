@@ -77,6 +77,12 @@ TOO_LONG: dict[str, str] = {}
 FILE_LINES, FUNCTION_LINES, NUM_KNOBS = 500, 80, 130
 TRIES_PER_THOUSAND_LINES = 6
 
+NOT_OUR_WORDS = {
+    # What to write instead is in docs/glossary.md.
+    *("befell", "obituary", "whoever", "spoilt", "shunned", "last words", "left no word", "under way", "so many"),
+    *("sign of life", "is told", "are told", "was told", "were told", "taken up the wish", "take up the wish"),
+}
+
 INVARIANTS = {
     1: "Single admission authority",
     2: "Conservation",
@@ -271,6 +277,28 @@ def test_errors_are_caught_only_where_that_is_a_decision() -> None:
 def test_no_module_is_named_after_nothing() -> None:
     empty = {"utils", "util", "helpers", "helper", "common", "misc", "experimental", "v2"}
     assert not [module for module in MODULES if empty & set(module.split("."))]
+
+
+def test_code_and_documents_use_the_words_of_the_field() -> None:
+    banned = re.compile(rf"\b({'|'.join(sorted(NOT_OUR_WORDS))})\b", re.IGNORECASE)
+    documents = [*sorted((ROOT / "docs").glob("*.md")), *ROOT.glob("*.md")]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {match[0]}"
+        for path in (*sources("headway", "bench", "examples", "tests", "docs"), *documents)
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if (match := banned.search(line.replace("_", " ")))
+    ]
+    assert not found
+
+
+def test_classes_have_names_of_their_own() -> None:
+    places: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    assert not {name: modules for name, modules in places.items() if len(modules) > 1}
 
 
 def test_every_module_says_what_it_is() -> None:

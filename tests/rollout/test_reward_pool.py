@@ -141,7 +141,7 @@ def test_a_verifier_that_takes_its_process_down_is_an_error_at_once_and_is_repla
         "exit": "ended with exit code 3",
         "segfault": "was ended by SIGSEGV",
         "out of memory": "was ended by SIGKILL, as when memory runs out",
-        "kill keeper": "was ended by SIGKILL",
+        "kill guardian": "was ended by SIGKILL",
         "fork_and_exit": "ended with exit code 0",
         "write": "its process",
         "close": "its process",
@@ -343,7 +343,7 @@ def test_when_the_pool_is_killed_its_children_and_theirs_end(tmp_path: Path) -> 
             family = [child.pid for child in psutil.Process(pool.pid).children(recursive=True)]
         finally:
             pool.kill()
-    assert len(family) == 6, "two keepers, two workers, two that one of them started"
+    assert len(family) == 6, "two guardians, two workers, two that one of them started"
     wait_until_gone(family)
 
 

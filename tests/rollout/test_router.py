@@ -100,7 +100,7 @@ def test_while_no_engine_serves_a_group_waits_no_longer_than_a_deadline() -> Non
 
 
 class Halting(FakeEngine):
-    """Sends the first half of a completion, and then does what it is told to."""
+    """Sends the first half of a completion, and then does what it was made to."""
 
     def __init__(self, then: str) -> None:
         super().__init__(mean_tokens=40.0)
@@ -163,7 +163,7 @@ def test_a_request_goes_on_elsewhere_with_every_token_received(tiny_model: str, 
         brought = [len(request.sampled.tokens) for request in good.requests if request.sampled is not None]
         assert len(brought) == 2 and min(brought) > 0
         assert sorted(item.tokens for item in found.retries) == sorted(brought)
-        assert not (await worker.stats()).retries, "each is told once"
+        assert not (await worker.stats()).retries, "each is reported once"
 
     run(scenario())
 
@@ -182,7 +182,7 @@ def test_invariant_10_nothing_that_a_lying_engine_sampled_is_kept(tiny_model: st
     run(scenario())
 
 
-def test_requests_of_an_engine_that_hangs_go_on_as_soon_as_the_worker_is_told(tiny_model: str) -> None:
+def test_requests_of_an_engine_that_hangs_go_on_as_soon_as_the_worker_knows(tiny_model: str) -> None:
     async def scenario() -> None:
         bad, good = Halting("hang"), Halting("")
         worker = await make_worker(tiny_model)

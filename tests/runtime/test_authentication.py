@@ -38,7 +38,7 @@ def frame(kind: int, payload: bytes, call: int = 0) -> bytes:
 
 
 def hear(connection: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes, or fewer where the other end hangs up."""
+    """That number of bytes, or fewer where the other end hangs up."""
     heard = b""
     with suppress(ConnectionResetError, BrokenPipeError):
         while len(heard) < num_bytes and (more := connection.recv(num_bytes - len(heard))):
@@ -151,7 +151,7 @@ def test_a_run_without_a_token_is_refused_before_anything_is_sent(tmp_path: Path
 
 
 class Impostor(asyncio.Protocol):
-    """Took a dead worker's port; knows everything but the token, and writes down what it is told."""
+    """Took a dead worker's port; knows everything but the token, and writes down what it receives."""
 
     def __init__(self, heard: bytearray) -> None:
         self.heard = heard

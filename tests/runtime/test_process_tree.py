@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-KEEPER = """
+GUARDIAN = """
 import os, signal, sys, time
 from headway.runtime import process_tree
 
@@ -30,15 +30,15 @@ os._exit(process_tree.guard(program, os.getppid(), {grace_s}))
 
 
 def kept(manners: str, then: str, grace_s: float) -> tuple["subprocess.Popen[bytes]", list[psutil.Process]]:
-    """A keeper, and the two it keeps: a program and its child, which left the program's group."""
-    keeper = subprocess.Popen(
-        [sys.executable, "-c", KEEPER.format(manners=manners, then=then, grace_s=grace_s)],
+    """A guardian, and the two it keeps: a program and its child, which left the program's group."""
+    guardian = subprocess.Popen(
+        [sys.executable, "-c", GUARDIAN.format(manners=manners, then=then, grace_s=grace_s)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={"PYTHONPATH": str(Path(__file__).parents[2])},
     )
-    assert keeper.stdout is not None
-    return keeper, [psutil.Process(int(keeper.stdout.readline())) for _ in range(2)]
+    assert guardian.stdout is not None
+    return guardian, [psutil.Process(int(guardian.stdout.readline())) for _ in range(2)]
 
 
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
@@ -49,17 +49,17 @@ POLITE = "signal.signal(signal.SIGTERM, lambda *_: os._exit(7))"
     ("manners", "grace_s", "code"), [(STUBBORN, 0.3, 137), (POLITE, 60.0, 7), (STUBBORN, 0.0, 137), ("", 60.0, 143)]
 )
 def test_when_its_owner_lets_go_all_that_is_kept_ends(manners: str, grace_s: float, code: int) -> None:
-    keeper, family = kept(manners, "time.sleep(600)", grace_s)
+    guardian, family = kept(manners, "time.sleep(600)", grace_s)
     started = time.monotonic()
-    assert keeper.stdin is not None
-    keeper.stdin.close()
-    assert keeper.wait(20) == code
+    assert guardian.stdin is not None
+    guardian.stdin.close()
+    assert guardian.wait(20) == code
     assert not psutil.wait_procs(family, timeout=0)[1] and time.monotonic() - started < 20
 
 
 def test_a_program_that_ends_takes_its_children_along() -> None:
-    keeper, family = kept("", "time.sleep(0.3 if child else 600); os._exit(3)", 60.0)
-    assert keeper.wait(20) == 3
+    guardian, family = kept("", "time.sleep(0.3 if child else 600); os._exit(3)", 60.0)
+    assert guardian.wait(20) == 3
     assert not psutil.wait_procs(family, timeout=0)[1]
 
 
@@ -73,7 +73,7 @@ guardian.wait()
 
 @pytest.mark.parametrize("grace_s", [0.0, 0.3])
 def test_a_stopped_guardian_dies_with_its_owner(grace_s: float) -> None:
-    guardian = KEEPER.format(manners="", then="time.sleep(600)", grace_s=grace_s)
+    guardian = GUARDIAN.format(manners="", then="time.sleep(600)", grace_s=grace_s)
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, guardian],
         stdout=subprocess.PIPE,

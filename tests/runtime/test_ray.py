@@ -81,7 +81,7 @@ def test_a_worker_that_computes_on_a_gpu_reserves_one_unless_told_otherwise(tmp_
     config = make_config(tmp_path, tiny_model, ray=told, **sections)
     reserved = {"engine": {"GPU": 0.5, "CPU": 2}, "trainer": {"GPU": 1}, "rollout": {"memory": 1e9}, "reward": {}}
     assert workers.reservations(config) == reserved
-    assert workers._kv_share(config, "cuda") == pytest.approx(0.4), "its part of the GPU, whoever has the rest"
+    assert workers._kv_share(config, "cuda") == pytest.approx(0.4), "its part of the GPU, whatever has the rest"
     assert workers.reservations(make_config(tmp_path, tiny_model))["engine"] == {}
 
 
@@ -154,9 +154,9 @@ def test_a_lost_node_fails_its_workers_by_name_and_no_others(tmp_path: Path) -> 
             await asyncio.to_thread(nodes.remove_node, doomed, False)
             own, other = await asyncio.wait_for(calls, 60)
             sentence = (
-                "worker doomed-0 ended (Ray lost its keeper or its node; ray.log says why) while it was still needed"
+                "worker doomed-0 ended (Ray lost its launcher or its node; ray.log says why) while it was still needed"
             )
-            assert isinstance(own, WorkerDied) and str(own).startswith(f"{sentence}; last words: 'these came home'")
+            assert isinstance(own, WorkerDied) and str(own).startswith(f"{sentence}; last output: 'these came home'")
             assert isinstance(other, WorkerDied) and str(other).startswith("worker doomed-0 ended")
             assert (await asyncio.wait_for(runtime.failure(), 10)).worker == "doomed-0"
             await asyncio.to_thread(wait_gone, processes)
@@ -298,14 +298,14 @@ def test_a_killed_controller_leaves_nothing_on_the_cluster(tmp_path: Path, own_c
     )
     assert parent.stdout is not None
     workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
-    keepers = [worker.parent() for worker in workers[:2]]
-    assert len(workers) == 3 and all("Keeper" in str(keeper.cmdline()) for keeper in keepers)
+    launchers = [worker.parent() for worker in workers[:2]]
+    assert len(workers) == 3 and all("Launcher" in str(launcher.cmdline()) for launcher in launchers)
     started = psutil.Process(parent.pid).children(recursive=True)
     workers[0].suspend()  # which cannot even notice
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    wait_gone([*workers, *keepers, *started])
+    wait_gone([*workers, *launchers, *started])
 
 
 # Whole runs

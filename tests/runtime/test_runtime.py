@@ -241,7 +241,7 @@ def test_a_killed_worker_fails_every_pending_call_with_its_name(tmp_path: Path, 
         os.kill(await probe.pid(), signal.SIGKILL)
         *own, other = await asyncio.wait_for(calls, 5)
         log = tmp_path / "logs" / "probe.log"
-        sentence = "worker probe ended (signal 9) while it was still needed; last words: 'about to break'; see "
+        sentence = "worker probe ended (signal 9) while it was still needed; last output: 'about to break'; see "
         assert [(type(error), str(error)) for error in own] == [(WorkerDied, f"{sentence}{log}")] * 3
         assert isinstance(other, WorkerDied) and str(other).startswith("worker probe ended")
         assert str(await asyncio.wait_for(runtime.failure(), 5)) == f"{sentence}{log}"
@@ -256,7 +256,7 @@ def test_a_killed_worker_fails_every_pending_call_with_its_name(tmp_path: Path, 
 @in_processes
 def test_a_worker_that_leaves_by_itself_is_a_failure_with_its_exit_code(tmp_path: Path, kind: str) -> None:
     async def test(runtime: Runtime, probe: Probe) -> None:
-        with pytest.raises(WorkerDied, match=r"worker probe ended \(exit code 7\).*it left no last words"):
+        with pytest.raises(WorkerDied, match=r"worker probe ended \(exit code 7\).*no log output"):
             await probe.leave(7)
         assert "exit code 7" in str(await asyncio.wait_for(runtime.failure(), 5))
 
@@ -431,7 +431,7 @@ def test_a_worker_that_does_not_even_run_can_be_stopped(
 
 
 @in_processes
-def test_every_unexpected_death_is_told_once_in_turn_with_the_name(tmp_path: Path, kind: str) -> None:
+def test_every_unexpected_death_is_reported_once_in_turn_with_the_name(tmp_path: Path, kind: str) -> None:
     async def test(runtime: Runtime, probe: Probe) -> None:
         names = ["first", "second"]
         probes = [await runtime.start(name, Probe) for name in names]

@@ -102,7 +102,7 @@ ACTIONS = {
     "hang": hang, "hang_deaf": hang_deaf, "hang_with_family": hang_with_family, "leave_family": leave_family,
     "fork_and_return": fork_and_return, "fork_and_exit": fork_and_exit, "print": print_much, "read": read_input,
     "exit": lambda task: os._exit(3), "segfault": lambda task: os.kill(os.getpid(), 11),
-    "out of memory": lambda task: os.kill(os.getpid(), 9), "kill keeper": kill_keeper,
+    "out of memory": lambda task: os.kill(os.getpid(), 9), "kill guardian": kill_keeper,
     "write": write_to_every_descriptor, "close": close_every_descriptor, "thread": leave_a_thread_and_crash,
     "break": break_the_source, "nothing": lambda task: None,
 }

@@ -139,7 +139,7 @@ class StandInRewards:
 
 
 class Mortal:
-    """A worker behind a handle that can die: from then on every call fails, also those under way."""
+    """A worker behind a handle that can die: from then on every call fails, also those in flight."""
 
     def __init__(self, name: str, worker: Any) -> None:
         self._name, self.worker = name, worker

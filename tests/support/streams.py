@@ -1,4 +1,4 @@
-"""What tests of weights under way share."""
+"""What tests of weights in transfer share."""
 
 import dataclasses
 import time

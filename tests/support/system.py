@@ -1,6 +1,6 @@
 """The whole system for tests: a small task and config on disk, runs in this process or as `headway` in its own.
 
-What every run must satisfy, whatever befell it, is `check_record`: it reads the event log alone, as resume does.
+What every run must satisfy, whatever failed in it, is `check_record`: it reads the event log alone, as resume does.
 """
 
 import asyncio
@@ -227,7 +227,7 @@ class HeadwayProcess:
     def kill_at(self, moment: Callable[[list[Event]], bool], what: str, everything: bool = True) -> list[Event]:
         """Kill -9 the run at a moment of its log; the events that were written.
 
-        Whoever watches is late: so the controller, which alone writes the log, is stopped first, and goes on
+        An observer is late: so the controller, which alone writes the log, is stopped first, and goes on
         where the moment has passed meanwhile.
         """
         while True:

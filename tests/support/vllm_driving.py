@@ -39,7 +39,7 @@ async def pair(path: str, spans: bool = True, **settings: Any) -> AsyncIterator[
 
 
 async def steps(server: WireServer, number: int) -> None:
-    """Let the server take so many steps, and no more."""
+    """Let the server take `num` steps, and no more."""
     server.budget = number
     await until(lambda: server.budget == 0)
 

@@ -64,7 +64,7 @@ def running_server(model: str, directory: Path, *arguments: str) -> Iterator[str
     scratch = directory / "scratch"
     scratch.mkdir()
     with log.open("wb") as output:
-        keeper = subprocess.Popen(
+        guardian = subprocess.Popen(
             [sys.executable, "-m", "headway.runtime.guardian", str(os.getpid()), str(scratch), *command],
             stdin=subprocess.PIPE,
             stdout=output,
@@ -72,18 +72,18 @@ def running_server(model: str, directory: Path, *arguments: str) -> Iterator[str
             env=environment("cpu", str(scratch)) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )
     try:
-        wait_until_healthy(f"http://127.0.0.1:{port}", keeper, log)
+        wait_until_healthy(f"http://127.0.0.1:{port}", guardian, log)
         yield f"http://127.0.0.1:{port}"
     finally:
-        assert keeper.stdin is not None
-        keeper.stdin.close()
-        keeper.wait(30)
+        assert guardian.stdin is not None
+        guardian.stdin.close()
+        guardian.wait(30)
 
 
-def wait_until_healthy(url: str, keeper: subprocess.Popen[bytes], log: Path) -> None:
+def wait_until_healthy(url: str, guardian: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
-        assert keeper.poll() is None, log.read_text()[-3000:]
+        assert guardian.poll() is None, log.read_text()[-3000:]
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
                 if answer.status == 200:

@@ -1,7 +1,7 @@
 """A small server that speaks vLLM's wire format, for tests that need no vLLM: the format of 0.32 as it was observed.
 
 Behind it is a transformers model, stepped one token a request at a time, so that log-probs are those of the weights it
-was told to load. What makes swaps hard is kept as vLLM has it: a prefix cache by salt that a load does not clear,
+was asked to load. What makes swaps hard is kept as vLLM has it: a prefix cache by salt that a load does not clear,
 requests that queue while it is paused, spans in the last chunk alone, chunks of several tokens that a pause does not
 flush. `budget` is how many steps it may still take; None is no limit.
 """

@@ -378,7 +378,7 @@ def test_dry_run_lists_the_trainer_ranks_and_the_memory_of_each(
         said = " ".join(re.sub("[│┃|]", " ", out).split())
         memory.append(re.findall(r"trainer memory (.*?) training step", said))
     assert "2 trainer ranks" in said and "trainer-0 on cpu, trainer-1 on cpu" in said
-    assert memory[0] == ["0.00 GB beside activations"] and memory[1] == ["for each rank 0.00 GB beside activations"]
+    assert memory[0] == ["0.00 GB plus activations"] and memory[1] == ["for each rank 0.00 GB plus activations"]
 
 
 def test_dry_run_refuses_what_train_refuses(tmp_path: Path, tiny_model: str, refused: Refused) -> None:
@@ -480,7 +480,7 @@ def test_help_is_instant_and_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("override", ["--model.path=/no/model", "--task.train=/no/rows.jsonl"])
-def test_a_path_that_leads_nowhere_is_told_before_anything_heavy(
+def test_a_path_that_leads_nowhere_is_reported_before_anything_heavy(
     tmp_path: Path, tiny_model: str, override: str
 ) -> None:
     said, _, heavy = run_and_look("train", str(write_config(tmp_path, tiny_model)), override)

@@ -34,7 +34,9 @@ def on_full_disk(stage: Stage, *versions: int) -> None:
     stage.trainer.full_at = frozenset(versions)
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_and_tried_again_in_the_older_slot(make_stage: MakeStage) -> None:
+def test_a_failed_checkpoint_is_reported_and_retried_in_the_older_slot(
+    make_stage: MakeStage,
+) -> None:
     stage = make_stage({"run": {"steps": 12}, "checkpoint": {"every": 2}})
     on_full_disk(stage, 4, 6)
     events = stage.run()

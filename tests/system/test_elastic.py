@@ -24,11 +24,11 @@ from headway.types import EngineStats
 # Joining and leaving
 
 
-def wishing(*wishes: tuple[int, int]) -> During:
-    """Asks for so many engines at a version, as the command does."""
+def requesting(*requests: tuple[int, int]) -> During:
+    """Requests a number of engines at a version, as the command does."""
 
     async def during(stage: Stage, controller: Controller) -> None:
-        for at, count in wishes:
+        for at, count in requests:
             await steps_done(controller, at)
             await controller.engines.resize(count)
 
@@ -36,7 +36,7 @@ def wishing(*wishes: tuple[int, int]) -> During:
 
 
 def test_engines_join_with_current_weights_and_leave_with_nothing_lost(make_stage: MakeStage) -> None:
-    during = wishing((2, 3), (8, 1))
+    during = requesting((2, 3), (8, 1))
     stage = make_stage(
         {"run": {"steps": 16}, "rollout": {"workers": 2}},
         engines=timed_engines(1),
@@ -48,7 +48,7 @@ def test_engines_join_with_current_weights_and_leave_with_nothing_lost(make_stag
     check_finished(stage.config, events)
     joined, left = kinds(events, "engine_joined"), kinds(events, "engine_left")
     assert [event.engine for event in joined] == ["engine-1", "engine-2"]
-    assert min(event.version for event in joined) >= 1, "of version 2, not everybody may have heard yet"
+    assert min(event.version for event in joined) >= 1, "of version 2, not every worker may know it yet"
     assert sorted(event.engine for event in left) == ["engine-1", "engine-2"]
     assert {event.cause for event in left} == {"it was asked to leave"}
     for engine in ("engine-1", "engine-2"):
@@ -63,7 +63,7 @@ def test_an_engine_that_was_asked_for_and_cannot_start_does_not_end_the_run(make
     def remake(number: int) -> FakeEngine:
         raise ConfigError("engine.device = cuda:7 is not there")
 
-    stage = make_stage({"run": {"steps": 8}}, engines=timed_engines(1), remake=remake, during=wishing((2, 2)))
+    stage = make_stage({"run": {"steps": 8}}, engines=timed_engines(1), remake=remake, during=requesting((2, 2)))
     events = stage.run()
     check_finished(stage.config, events)
     (left,) = kinds(events, "engine_left")
@@ -83,7 +83,7 @@ def test_a_wish_to_a_run_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HeadwayError, match=rf"no run is going on in {tmp_path}; start or resume it first"):
         ask(tmp_path, "events.jsonl", 2)
     log = EventLog(tmp_path / "events.jsonl")
-    with pytest.raises(HeadwayError, match=r"did not take up the wish within 0\.1 s"):
+    with pytest.raises(HeadwayError, match=r"did not acknowledge the resize within 0\.1 s"):
         ask(tmp_path, "events.jsonl", 2, deadline_s=0.1)
     assert not list(tmp_path.glob("engines.wanted*"))
     log.close()
@@ -93,7 +93,7 @@ def test_a_wish_to_a_run_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 class Paced(FakeEngine):
-    """Counts tokens as if it sampled so many a second for each of four sequences."""
+    """Counts tokens as if it sampled a fixed number a second for each of four sequences."""
 
     def __init__(self, tokens_per_s: float) -> None:
         super().__init__(mean_tokens=6.0, seconds_per_token=0.005)
@@ -105,7 +105,7 @@ class Paced(FakeEngine):
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_an_engine_far_slower_than_the_others_is_told_of_once_and_replaced_if_wanted(
+def test_an_engine_far_slower_than_the_others_is_reported_once_and_replaced_if_wanted(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
     monkeypatch.setattr(health, "RATE_WINDOW_S", 0.4)

@@ -171,7 +171,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_run_comes_to_its_end(
         worker(run, name).kill()
         events = survived(config, run, {name})
     if eta == 0:
-        assert fold(events).digests[NUM_STEPS] == uninterrupted[1], "whoever dies, at η = 0 there is one outcome"
+        assert fold(events).digests[NUM_STEPS] == uninterrupted[1], "at η = 0 there is one outcome"
 
 
 @pytest.mark.parametrize("name", ["engine", "trainer", "rollout-0", "reward"])

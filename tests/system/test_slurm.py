@@ -1,7 +1,7 @@
 """The sbatch script in examples/slurm, without Slurm: two nodes with addresses of their own on this machine.
 
 What stands in for Slurm is three commands: scontrol names the nodes, srun runs its command here, and hostname gives the
-address of the node srun was told. The first time that Ray shall join the cluster srun fails, as Ray does on a busy one.
+address of the node named to srun. The first time that Ray shall join the cluster srun fails, as Ray does on a busy one.
 """
 
 import os

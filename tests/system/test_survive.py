@@ -70,7 +70,7 @@ def test_a_dead_engine_is_replaced_and_the_run_goes_on(
     assert any(event.kind == "stats" and event.engine == name and event.generated > 0 for event in after)
 
 
-def test_a_worker_that_dies_while_it_starts_again_is_told_as_lost_each_time(make_stage: MakeStage) -> None:
+def test_a_worker_that_dies_while_it_starts_again_is_reported_as_lost_each_time(make_stage: MakeStage) -> None:
     lives = itertools.count(1)
 
     def remake(number: int) -> FakeEngine:
@@ -152,7 +152,7 @@ def test_a_dead_trainer_comes_back_at_its_version_and_the_outcome_is_the_same(
     make_stage: MakeStage,
     at: int,
 ) -> None:
-    """At η = 0 one outcome is possible, whoever dies."""
+    """At η = 0 one outcome is possible, whichever worker dies."""
     sections = {"run": {"steps": 8}, "staleness": {"max_staleness": 0}, "checkpoint": {"every": 2}}
     undisturbed = make_stage(sections)
     expected = [event.digest for event in kinds(undisturbed.run(), "trained")]
@@ -203,7 +203,7 @@ chaos = st.builds(
 @repeatable
 @example(Chaos(deaths=((0, 0, True), (0, 1, True), (0, 2, True), (0, 3, True), (0, 4, True)), eta=0))
 @given(chaos)
-def test_invariants_1_2_and_14_whoever_dies_whenever_nothing_is_lost(
+def test_invariants_1_2_and_14_whichever_worker_dies_nothing_is_lost(
     make_stage: MakeStage,
     case: Chaos,
 ) -> None:

@@ -162,7 +162,7 @@ def test_plain_text_has_system_prompt_and_examples_before_it(tmp_path: Path) -> 
     assert prompt.text.replace("<unk>", "|") == "00||1+1=2||4="
 
 
-def test_an_instruct_model_without_chat_is_told(tmp_path: Path) -> None:
+def test_an_instruct_model_without_chat_is_reported(tmp_path: Path) -> None:
     rows = [{"prompt": "1", "answer": "1"}]
     assert any("task.chat = false" in note for note in load(task_of(tmp_path, rows), 64, chat_tokenizer()).notes)
     assert not load(task_of(tmp_path, rows, chat=True), 64, chat_tokenizer()).notes
@@ -191,7 +191,7 @@ def test_several_tasks_are_mixed_by_weight_and_each_keeps_its_epochs() -> None:
     ]
 
 
-def test_one_task_keeps_the_stream_it_had_and_two_are_told_apart(tmp_path: Path) -> None:
+def test_one_task_keeps_the_stream_it_had_and_two_are_distinguished(tmp_path: Path) -> None:
     task = task_of(tmp_path, [{"prompt": "1", "answer": "1"}, {"prompt": "2", "answer": "2"}])
     assert isinstance(stream_of(load(task).train, {"": task}, 0), PromptStream)
     both = load_all({"a": task, "b": task}, TOKENIZER, 64)

@@ -133,7 +133,7 @@ def test_batches_with_nothing_or_hardly_anything_to_train_are_no_trouble(stage: 
     assert stage.run(ranked.train(Batch(1, (silent_group(0), lonely)))).version == 2
 
 
-def spoilt(batch: Batch, group: int, **changes: Any) -> Batch:
+def damaged(batch: Batch, group: int, **changes: Any) -> Batch:
     def changed(trajectory: Trajectory) -> Trajectory:
         return dataclasses.replace(trajectory, **changes)
 
@@ -148,7 +148,7 @@ def with_infinite_logprob(batch: Batch, group: int) -> Batch:
     (sequence,) = next(g for g in batch.groups if g.id == group).trajectories[0].sequences
     logprobs = sequence.logprobs.copy()
     logprobs[-1] = -math.inf
-    return spoilt(batch, group, sequences=(dataclasses.replace(sequence, logprobs=logprobs),))
+    return damaged(batch, group, sequences=(dataclasses.replace(sequence, logprobs=logprobs),))
 
 
 @pytest.mark.parametrize("culprit", [10, 11, 12, 13])
@@ -160,7 +160,7 @@ def test_one_bad_sample_on_one_rank_skips_the_step_on_all_and_leaves_no_trace(
     stage.run(ranked.train(make_batch(0)))
     stage.save(tmp_path / "before")
     for bad in (
-        spoilt(make_batch(1, first=10), culprit, temperature=0.0),
+        damaged(make_batch(1, first=10), culprit, temperature=0.0),
         with_infinite_logprob(make_batch(1, first=10), culprit),
     ):
         report = stage.run(ranked.train(bad))

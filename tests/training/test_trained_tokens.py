@@ -67,7 +67,7 @@ def test_a_step_of_one_minibatch_reports_each_figure_once(tiny_model: str) -> No
     assert tokens.current_or_proximal is tokens.proximal and not tokens.all_fates.any()
 
 
-def test_a_trainer_that_is_told_not_to_reports_no_tokens(tiny_model: str) -> None:
+def test_a_trainer_that_is_not_asked_to_reports_no_tokens(tiny_model: str) -> None:
     batch = stale_batch(tiny_model)
     with_tokens, without = (make_trainer(tiny_model, record_tokens=told).train(batch) for told in (True, False))
     assert without.tokens is None and with_tokens.metrics == without.metrics

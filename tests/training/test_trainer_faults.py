@@ -46,7 +46,7 @@ def test_without_a_bound_any_age_is_trained(tiny_model: str) -> None:
 # What is not finite
 
 
-def spoilt_logprob(batch: Batch, group: int, value: float) -> Batch:
+def nonfinite_logprob(batch: Batch, group: int, value: float) -> Batch:
     def change(id: int, trajectory: Trajectory, sequence: Sequence) -> Sequence:
         logprobs = sequence.logprobs.copy()
         if id == group and trajectory.index == 1:
@@ -56,7 +56,7 @@ def spoilt_logprob(batch: Batch, group: int, value: float) -> Batch:
     return map_sequences(batch, change)
 
 
-def spoilt_temperature(batch: Batch, group: int) -> Batch:
+def nonfinite_temperature(batch: Batch, group: int) -> Batch:
     """Logits divided by 0: the loss itself is not a number."""
     groups = [
         dataclasses.replace(g, trajectories=tuple(dataclasses.replace(t, temperature=0.0) for t in g.trajectories))
@@ -75,7 +75,7 @@ def test_a_behaviour_log_prob_that_is_not_finite_skips_the_step(
     trainer = make_trainer(tiny_model, lr=1e-2, minibatches=minibatches)
     trainer.train(make_batch(0))
     before = state_of(trainer, tmp_path / "before")
-    report = trainer.train(spoilt_logprob(make_batch(1, first=10), 13, value))
+    report = trainer.train(nonfinite_logprob(make_batch(1, first=10), 13, value))
     assert report.skipped == "a behaviour log-prob is not finite"
     assert report.version == trainer.version == 1
     assert same_bits(state_of(trainer, tmp_path / "after"), before)
@@ -91,7 +91,7 @@ def test_a_loss_that_is_not_finite_in_either_minibatch_leaves_no_trace(
         each.train(make_batch(0))
     trainer.score((np.arange(9, dtype=np.int32),), 1.0)
     before = state_of(trainer, tmp_path / "before")
-    report = trainer.train(spoilt_temperature(make_batch(1, first=10), culprit))
+    report = trainer.train(nonfinite_temperature(make_batch(1, first=10), culprit))
     assert report.skipped == "loss nan, gradient norm nan" and report.version == trainer.version == 1
     assert same_bits(state_of(trainer, tmp_path / "after"), before)
     for each in (trainer, untroubled):
@@ -101,7 +101,7 @@ def test_a_loss_that_is_not_finite_in_either_minibatch_leaves_no_trace(
 
 def test_a_first_step_that_is_skipped_leaves_the_optimizer_as_new(tiny_model: str, tmp_path: Path) -> None:
     trainer, fresh = (make_trainer(tiny_model, minibatches=2, warmup_steps=3) for _ in range(2))
-    assert trainer.train(spoilt_temperature(make_batch(), 1)).skipped
+    assert trainer.train(nonfinite_temperature(make_batch(), 1)).skipped
     assert same_bits(state_of(trainer, tmp_path / "a"), state_of(fresh, tmp_path / "b"))
     reports = [each.train(make_batch()) for each in (trainer, fresh)]
     assert reports[0].metrics == reports[1].metrics

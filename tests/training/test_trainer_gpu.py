@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_trainer_faults import spoilt_temperature
+from test_trainer_faults import nonfinite_temperature
 from torch import Tensor
 from torch._dynamo.utils import counters
 from training import (
@@ -217,7 +217,7 @@ def test_a_loss_that_is_not_finite_leaves_no_trace(tiny_model: str, tmp_path: Pa
     trainer = gpu_trainer(tiny_model, lr=1e-2, minibatches=2, dtype="bfloat16")
     trainer.train(make_batch(0))
     before = state_of(trainer, tmp_path / "before")
-    report = trainer.train(spoilt_temperature(make_batch(1, first=10), culprit))
+    report = trainer.train(nonfinite_temperature(make_batch(1, first=10), culprit))
     assert report.skipped == "loss nan, gradient norm nan" and trainer.version == 1
     assert same_bits(state_of(trainer, tmp_path / "after"), before)
     published, masters = trainer.published_weights(), weights_of(trainer)

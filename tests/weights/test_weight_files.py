@@ -90,7 +90,7 @@ def test_only_this_user_can_read_it(tmp_path: Path, publisher: Publisher) -> Non
 
 @contextmanager
 def room_for(num_bytes: int) -> Iterator[None]:
-    """No file may grow beyond this: what the system then says to whoever writes is what a full disk says."""
+    """No file may grow beyond this: what the system then says to the writer is what a full disk says."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -268,20 +268,20 @@ def test_loopback_is_known_by_all_its_names() -> None:
 # An engine that fetches
 
 
-def test_invariant_13_generation_goes_on_while_weights_are_under_way(tiny_model: str) -> None:
+def test_invariant_13_generation_goes_on_while_weights_are_in_transfer(tiny_model: str) -> None:
     """Non-blocking generation: whole completions are written while the first byte of the weights has not come."""
-    under_way, go_on = threading.Event(), threading.Event()
+    in_transfer, go_on = threading.Event(), threading.Event()
 
     def hold(number: int, first: int, chunk: bytes) -> bytes:
         if first > 80:
-            under_way.set()
+            in_transfer.set()
             go_on.wait(DEADLINE_S)
         return chunk
 
     async def scenario(update: WeightUpdate) -> None:
         async with opened(tiny_model) as engine:
             staging = asyncio.create_task(engine.stage_weights(update))
-            while not under_way.is_set():
+            while not in_transfer.is_set():
                 await asyncio.sleep(0.001)
             _, completion = await complete(engine, make_request(prompt(10), max_tokens=60))
             assert set(completion.versions.tolist()) == {0} and not staging.done()
@@ -303,18 +303,18 @@ def test_invariant_13_generation_goes_on_while_weights_are_under_way(tiny_model:
 def test_a_transfer_whose_caller_gave_up_never_writes_beside_the_next(
     tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    under_way, go_on = threading.Event(), threading.Event()
+    in_transfer, go_on = threading.Event(), threading.Event()
 
     def hold_the_first(number: int, first: int, chunk: bytes) -> bytes:
         if number == 0 and first > 80:
-            under_way.set()
+            in_transfer.set()
             go_on.wait(DEADLINE_S)
         return chunk
 
     async def scenario(first: WeightUpdate, second: WeightUpdate) -> None:
         async with opened(tiny_model) as engine:
             given_up = asyncio.create_task(engine.stage_weights(first))
-            while not under_way.is_set():
+            while not in_transfer.is_set():
                 await asyncio.sleep(0.001)
             given_up.cancel()
             with pytest.raises(DeadlineExceeded) as error:

@@ -42,7 +42,7 @@ def handshake(location: str, proof: Callable[[bytes], bytes]) -> tuple[bytes, by
         return answer, server.recv(1000)
 
 
-def test_nothing_is_sent_to_whoever_does_not_prove_the_token(publisher: Publisher) -> None:
+def test_nothing_is_sent_to_a_client_that_does_not_prove_the_token(publisher: Publisher) -> None:
     update = publisher.publish(0, large())
     assert handshake(update.location, lambda challenge: bytes(64)) == (bytes(32), b"")
     theirs = os.urandom(32)

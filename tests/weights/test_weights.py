@@ -129,7 +129,7 @@ def test_versions_never_go_back(publisher: Publisher) -> None:
     assert str(error.value) == "version 2 cannot follow version 3: versions never go back"
 
 
-def test_whoever_opens_an_update_cannot_change_it(publisher: Publisher) -> None:
+def test_a_process_that_opens_an_update_cannot_change_it(publisher: Publisher) -> None:
     update = publisher.publish(0, numbered(1.0))
     open_update(update)["norm"].fill_(9.0)
     assert equal(open_update(update), numbered(1.0))
@@ -429,9 +429,9 @@ def test_an_update_in_parts_is_opened_whole_and_every_piece_is_proved() -> None:
         update = joined(parts[::-1])
         assert equal(open_whole(update), whole)
         wrong = replace(parts[1].tensors[0], fingerprint="0")
-        spoilt = replace(parts[1], tensors=(wrong, *parts[1].tensors[1:]))
+        damaged = replace(parts[1], tensors=(wrong, *parts[1].tensors[1:]))
         with pytest.raises(WeightMismatch, match="arrived with another checksum"):
-            open_whole(joined([parts[0], spoilt]))
+            open_whole(joined([parts[0], damaged]))
     finally:
         for publisher in publishers:
             publisher.close()

@@ -271,7 +271,7 @@ def _attend_to_prefix(
     scaling: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, int]:
-    """Every row's partial result over the prompt it shares, with its peaks, in so many parts."""
+    """Every row's partial result over the prompt it shares, with its peaks, by part."""
     num_rows, num_heads, head_dim = q_BHD.shape
     _, page, num_kv_heads, _ = k_cache.shape
     ratio = num_heads // num_kv_heads

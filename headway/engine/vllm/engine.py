@@ -265,7 +265,7 @@ class VllmEngine:
         else:
             for sequence in in_flight:
                 sequence.interrupt()
-            # The server may not have heard of these yet, and would not abort what it gets while paused.
+            # The server may not have received these yet, and would not abort what it gets while paused.
             self._begin_anew(in_flight)
             await self._connection.ask("/pause", params={"mode": "abort", "clear_cache": "false"})
             await self._until_ended(in_flight, QUICK_S)

@@ -126,7 +126,7 @@ class Server:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # a keeper must survive what kills its owner's group
+            start_new_session=True,  # the guardian must survive what kills its owner's group
             env=environment(device, scratch),
         )
         return cls(process, socket)

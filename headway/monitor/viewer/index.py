@@ -198,7 +198,7 @@ class RunIndex:
         self.dropped: Counter[str] = Counter()
         self.ended: Ended | None = None
         self.started = 0.0
-        self._offset = 0.0  # of this incarnation's clock: the clock of a run stands still while no process of it lives
+        self._offset = 0.0  # of this incarnation's clock: the clock of a run stands still while no process of it exists
         self._last = 0.0
         self.refresh()
 

@@ -43,7 +43,7 @@ class Texts:
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
 
     def completion(self, trajectory: Trajectory) -> str:
-        """What the policy wrote and what it was told in between, sequences separated by a line."""
+        """What the policy wrote and what came in between, sequences separated by a line."""
         pieces = [sequence.tokens[_num_given(sequence.versions) :] for sequence in trajectory.sequences]
         return "\n".join(self.text(tokens.tolist()) for tokens in pieces)
 

@@ -1,6 +1,6 @@
 """How an episode runs. A workflow is a class with one coroutine, `run(episode) -> Trajectory`; it is user code.
 
-It lives in a rollout worker and sees the world through its `Episode`: it may generate, verify, and turn tokens into
+It runs in a rollout worker and sees the world through its `Episode`: it may generate, verify, and turn tokens into
 text and back. Everything it samples goes through `Episode.generate`, which keeps tokens, log-probs and versions exact.
 `single_turn` is the shortest workflow; `conversation` makes one of several turns a matter of lines, as `multi_turn`
 (try again until it is right), `tools` (functions and a Python interpreter), `agent` (any client of the OpenAI API) and

@@ -36,7 +36,7 @@ class Environment(Agent):
         """`environment` is file.py:function or module:function, which returns an environment."""
         super().__init__(environment)
         self._environment = _make(self._function, environment)
-        logging.getLogger("verifiers").setLevel(logging.CRITICAL)  # a broken episode is told by its failure
+        logging.getLogger("verifiers").setLevel(logging.CRITICAL)  # a broken episode is reported as a failure
 
     async def _call(self, task: dict[str, Any], url: str, key: str) -> tuple[float, dict[str, float]]:
         import openai

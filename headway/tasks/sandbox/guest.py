@@ -1,6 +1,6 @@
 """The program inside a sandbox, sent there as code objects: it gets one job, and plays the roles the job needs.
 
-For tests, the process splits before it has heard of any: the *candidate* runs the program and then answers calls; the
+For tests, the process splits before it has received any: the *candidate* runs the program and then answers calls; the
 *judge* hears the tests afterwards, runs them, and reports. Names of the program are `Remote` objects to the tests, so
 that what is compared is compared in a process in which the program never ran. For runs (standard input to standard
 output) each input gets a candidate of its own, and what it printed is reported; what it should have printed is never
@@ -19,7 +19,7 @@ import sys
 import types
 
 from headway.tasks.sandbox.seccomp import install
-from headway.tasks.sandbox.wire import Peer, Remote, WireError, decode, encode, receive, send
+from headway.tasks.sandbox.wire import CallPeer, Remote, WireError, decode, encode, receive, send
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # as a name alone: the module typing takes longer to load than all that is used here
@@ -99,12 +99,12 @@ def _tests(control: int, job: dict[str, Any]) -> dict[str, Any]:
     send(control, encode("loaded"))
     tests = decode(receive(control))  # the candidate has long been running: none of this is in its memory
     _confine(job)
-    peer = Peer(ours.fileno(), _serve_judge)
+    peer = CallPeer(ours.fileno(), _serve_judge)
     scope = _scope_of_tests(peer, names, tests)
     return _judge(peer, scope, tests)
 
 
-def _scope_of_tests(peer: Peer, names: dict[str, Any], tests: dict[str, Any]) -> dict[str, Any]:
+def _scope_of_tests(peer: CallPeer, names: dict[str, Any], tests: dict[str, Any]) -> dict[str, Any]:
     """What tests see by name: the program's objects, and the standard library's modules from here, never from there."""
     sys.modules[_MODULE] = module = types.ModuleType(_MODULE)
     for name in tests["names"]:
@@ -117,7 +117,7 @@ def _scope_of_tests(peer: Peer, names: dict[str, Any], tests: dict[str, Any]) ->
     return scope
 
 
-def _judge(peer: Peer, scope: dict[str, Any], tests: dict[str, Any]) -> dict[str, Any]:
+def _judge(peer: CallPeer, scope: dict[str, Any], tests: dict[str, Any]) -> dict[str, Any]:
     steps: list[Callable[[], Any]] = []
     try:
         exec(compile(tests["setup"], "setup.py", "exec"), scope)
@@ -218,7 +218,7 @@ def _candidate(line: int, job: dict[str, Any]) -> NoReturn:
             os._exit(1)
         names = [name for name in module.__dict__ if isinstance(name, str)]
         send(line, encode(dict.fromkeys(names)))
-        Peer(line, _Candidate(module.__dict__)).serve_forever()
+        CallPeer(line, _Candidate(module.__dict__)).serve_forever()
     finally:
         os._exit(1)
 

@@ -89,7 +89,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Run:
+class ProgramRun:
     """What a program printed for one input, and how it ended: its exit status, negative for a signal."""
 
     output: bytes
@@ -182,14 +182,14 @@ class Sandboxes:
             return Outcome(0, total, "ended its sandbox", time.monotonic() - started)
         return Outcome(report["passed"], report["total"], report["failure"], time.monotonic() - started)
 
-    def run(self, program: str, inputs: Sequence[str], stop_at_error: bool = False) -> list[Run]:
+    def run(self, program: str, inputs: Sequence[str], stop_at_error: bool = False) -> list[ProgramRun]:
         """Run the program once for each input; fewer runs than inputs when time ran out or one failed."""
         given = [text.encode("utf-8", "surrogatepass") for text in inputs]
         job = {"kind": "runs", "program": program, "inputs": given, "stop_at_error": stop_at_error}
         runs: list[Any] = []
         with suppress(TimeoutError, wire.WireError):
             runs = self._do(job, lambda sandbox, deadline: wire.decode(sandbox.hear(deadline)))["runs"]
-        return [Run(r["output"], r["errors"].decode(errors="replace"), r["status"], r["too_long"]) for r in runs]
+        return [ProgramRun(r["output"], r["errors"].decode(errors="replace"), r["status"], r["too_long"]) for r in runs]
 
     def close(self) -> None:
         self._closed = True
@@ -217,7 +217,7 @@ class Sandboxes:
         return report
 
     def _take(self) -> _Sandbox:
-        """A spare that lives, or a new sandbox; either way one more is started for later."""
+        """A spare that still runs, or a new sandbox; either way one more is started for later."""
         while self._num_spares:
             self._want_spare()
             try:

@@ -212,7 +212,7 @@ class Remote:
 
     __slots__ = ("_number", "_peer")
 
-    def __init__(self, peer: Peer, number: int) -> None:
+    def __init__(self, peer: CallPeer, number: int) -> None:
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_number", number)
 
@@ -254,7 +254,7 @@ class Remote:
     __repr__ = __str__
 
 
-class Peer:
+class CallPeer:
     """One end of a line on which each process calls objects of the other, one call inside another if need be.
 
     `serve` answers one request for the other side, given the name of the operation and its arguments.
@@ -301,16 +301,16 @@ class Peer:
     def _answer(self, said: list[Any]) -> None:
         try:
             answer = ["return", self._serve(said[0], *said[1])]
-            payload = encode(answer, self._keep)
+            payload = encode(answer, self._refer)
         except WireError:
             raise
         except BaseException as error:
             names = [kind.__name__ for kind in type(error).__mro__]
-            payload = encode(["raise", names, _text_of(error)], self._keep)
+            payload = encode(["raise", names, _text_of(error)], self._refer)
         send(self._descriptor, payload)
 
     def _say(self, value: Any) -> None:
-        send(self._descriptor, encode(value, self._keep))
+        send(self._descriptor, encode(value, self._refer))
 
     def _hear(self) -> list[Any]:
         said = decode(receive(self._descriptor), self._find)
@@ -318,7 +318,7 @@ class Peer:
             raise WireError("this is no message")
         return said
 
-    def _keep(self, value: Any) -> bytes:
+    def _refer(self, value: Any) -> bytes:
         if type(value) is Remote:
             return b"O" + int(value._number).to_bytes(8, "big")
         if id(value) not in self._numbers:

@@ -1,6 +1,6 @@
 """Does the program in the text pass the row's tests? It runs in a sandbox that is used once (`headway.tasks.sandbox`).
 
-Three kinds of rows, told apart by their fields, each as data sets have them:
+Three kinds of rows, recognised by their fields, each as data sets have them:
 
 - `test_list`, single asserts, with an optional `test_setup_code`;
 - `test`, a suite: functions named test_…, unittest's cases, plain asserts, or `check(candidate)` with `entry_point`;
@@ -26,7 +26,7 @@ import threading
 from contextlib import suppress
 from functools import lru_cache
 
-from headway.tasks.sandbox.pool import Limits, Outcome, Run, Sandboxes, Tests
+from headway.tasks.sandbox.pool import Limits, Outcome, ProgramRun, Sandboxes, Tests
 from headway.tasks.verifiers import Row
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
@@ -93,7 +93,7 @@ class CodeVerifier:
         return Outcome(passed, len(cases), failure)
 
 
-def _how_it_ended(run: Run) -> str:
+def _how_it_ended(run: ProgramRun) -> str:
     if run.too_long:
         return "printed too much"
     return f"ended with {run.status}" if run.status else "wrong output"

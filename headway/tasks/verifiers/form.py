@@ -1,4 +1,4 @@
-"""Rewards for the form of a text, whatever it says: its format and its length. To be weighted beside one for content.
+"""Rewards for the form of a text, whatever it says: its format and its length. To be combined with one for content.
 
 `Format("<think>.*</think>.*<answer>.*</answer>")` makes a verifier of a pattern the whole text must match;
 `verify_tags` is the one for `<think>` and `<answer>`, each once and in this order; `verify_boxed` asks for a marked

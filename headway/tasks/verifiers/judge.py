@@ -6,7 +6,7 @@ something to be graded; it ends on `SCORE: n`, from 0 to `best`.
 
 The score ÷ `best`, from 0.0 to 1.0. An error, never a reward: the judge cannot be reached, refuses, is too slow or says
 no score, after `retries` further attempts with growing pauses. What the text tells the judge to do is the judge's to
-withstand: a judge is a model and can be talked round, so weigh it beside a verifier that cannot.
+withstand: a judge is a model and can be talked round, so combine it with a verifier that cannot.
 """
 
 import asyncio

@@ -22,7 +22,7 @@ def first_part(completion: Completion, num_tokens: int) -> Chunk:
 
 
 def received_before_it_died(path: str, requests: list[Request], num_steps: int, **settings: Any) -> dict[str, Chunk]:
-    """What an engine that dies after so many steps had sent of each request."""
+    """What an engine that dies after some steps had sent of each request."""
     core = make_core(path, chunk_tokens=3, **settings)
     for request in requests:
         core.submit(request)

@@ -1,4 +1,4 @@
-"""The engine's decoder: the module's numbers by fewer operations, in torch and in C++, whoever shares the batch."""
+"""The engine's decoder: the module's numbers by fewer operations, in torch and in C++, whatever shares the batch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_the_two_kinds_of_operations_agree_in_bfloat16(
 
 
 def test_weights_that_give_nan_end_requests_with_an_error_and_scores_with_nan(tiny_model: str, operations: str) -> None:
-    """A broken weight must reach whoever compares scores, and never a trajectory."""
+    """A broken weight must reach the comparison of scores, and never a trajectory."""
     core = make_core(tiny_model, deterministic=False)
     core.model.get_parameter("model.layers.0.input_layernorm.weight").data.fill_(float("nan"))
     outcome = drive(core, [make_request(prompt(8), max_tokens=2)])

@@ -1,4 +1,4 @@
-"""The embedded engine on a GPU: graphs, pages and shared prompts change nothing about what a request is told."""
+"""The embedded engine on a GPU: graphs, pages and shared prompts change nothing about what a request gets."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

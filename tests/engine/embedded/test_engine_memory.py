@@ -55,7 +55,7 @@ def test_a_groups_prompt_is_computed_once_however_few_run_at_a_time(
 
 
 def test_sequences_that_end_at_different_times_pass_the_prompt_on(tiny_model: str) -> None:
-    """Whoever computed the prompt may finish first, or last; siblings that come later still find it."""
+    """The sequence that computed the prompt may finish first, or last; siblings that come later still find it."""
     for lengths in ([3, 9, 5, 7, 2, 6], [20, 2, 2, 2, 2, 2], [1, 1, 1, 1, 1, 30]):
         requests = [make_request(prompt(80), trajectory=i, max_tokens=n) for i, n in enumerate(lengths)]
         core = make_core(tiny_model, max_num_seqs=2)
@@ -300,7 +300,7 @@ def test_the_shorter_sequences_are_the_more_often_the_engine_looks(
     assert executor.windows[-1] == window
 
 
-def test_after_a_swap_the_engine_looks_soon_and_once_for_whoever_wants_its_proof(
+def test_after_a_swap_the_engine_looks_soon_and_once_for_its_proof(
     tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = ManyAtATime(60_000, 2048)

@@ -76,7 +76,7 @@ def test_swaps_under_load_lose_no_request_and_stamp_the_versions(tiny_model: str
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
 
 
-def test_a_draining_swap_waits_for_what_is_under_way_and_lets_nothing_new_begin(tiny_model: str) -> None:
+def test_a_draining_swap_waits_for_what_is_in_flight_and_lets_nothing_new_begin(tiny_model: str) -> None:
     """Every completion is of one version, also those that memory preempted while they drained."""
     requests = [make_request(prompt(60, seed=i), group=i, max_tokens=150, urgent=i % 3 == 0) for i in range(20)]
     other = plain_model(tiny_model, noise_seed=1)
@@ -201,7 +201,7 @@ def test_what_arrives_during_a_step_can_be_taken_back_aborted_or_refused(tiny_mo
             while not (await engine.stats()).num_generated:
                 await asyncio.sleep(0)
             long = prompt(5000 if fate == "refused" else 20)
-            async with engine._between_steps:  # a decode step is under way
+            async with engine._between_steps:  # a decode step is running
                 task = asyncio.create_task(complete(engine, make_request(long, group=1, max_tokens=400)))
                 await asyncio.sleep(0)
                 assert (await engine.stats()).waiting == 1
@@ -231,7 +231,7 @@ def test_a_key_whose_user_has_just_died_is_given_to_who_begins_again(tiny_model:
             dying = asyncio.create_task(complete(engine, request))
             while not (await engine.stats()).num_generated:
                 await asyncio.sleep(0)
-            async with engine._between_steps:  # a decode step is under way
+            async with engine._between_steps:  # a decode step is running
                 dying.cancel()
                 again = asyncio.create_task(complete(engine, request))
                 for _ in range(20):

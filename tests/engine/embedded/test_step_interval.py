@@ -18,7 +18,7 @@ def lost(num_steps: int, lengths: list[int], cost: float) -> float:
 
 @pytest.mark.parametrize("cost", [1.0, 4.0, 12.0])
 @pytest.mark.parametrize("mean", [60, 400, 3000])
-def test_so_many_steps_as_lose_the_least_are_taken_between_two_looks(mean: int, cost: float) -> None:
+def test_the_number_of_steps_that_loses_the_least_is_taken_between_two_looks(mean: int, cost: float) -> None:
     lengths = np.random.default_rng(0).lognormal(np.log(mean), 0.5, 2000).astype(int).clip(1).tolist()
     pace = StepInterval(8192.0, measures=True)
     for length in lengths:

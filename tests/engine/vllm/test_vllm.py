@@ -1,4 +1,4 @@
-"""The vLLM engine against real servers: what it samples is what transformers would, whoever's weights sampled it.
+"""The vLLM engine against real servers: what it samples is what transformers would, whichever weights sampled it.
 
 Every test runs on a server that says which weights sampled a token, and where it can on one that does not. Versions and
 log-probs are checked by teacher forcing each segment under its own version's weights, with transformers alone.
@@ -268,7 +268,7 @@ def test_an_aborted_request_ends_with_what_it_had_and_leaves_the_server(server: 
 def test_invariant_3_updates_in_mid_sequence_stamp_what_each_version_sampled(
     server: str, model: str, spans: bool, kv: Any
 ) -> None:
-    """Two updates with a dozen requests under way, and more that arrive as they happen; each segment teacher-forced."""
+    """Two updates with a dozen requests in flight, and more that arrive as they happen; each segment teacher-forced."""
     if kv == "keep":
         only_with(spans)
 

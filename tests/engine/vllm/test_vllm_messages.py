@@ -40,7 +40,7 @@ both = pytest.mark.parametrize("spans", [True, False], ids=["spans", "no spans"]
 def test_invariant_3_every_token_is_stamped_with_the_weights_that_sampled_it(
     tiny_model: str, spans: bool, kv: Any
 ) -> None:
-    """At the first swap one group is under way and another is not begun; at the second all are under way."""
+    """At the first swap one group is in flight and another is not begun; at the second all are in flight."""
     if kv == "keep" and not spans:
         return
 
@@ -84,7 +84,7 @@ def test_invariant_3_every_token_is_stamped_with_the_weights_that_sampled_it(
     run(scenario())
 
 
-def test_tokens_of_unknown_version_are_told_only_when_the_server_has_said_it(tiny_model: str) -> None:
+def test_tokens_of_unknown_version_are_handed_out_only_when_the_server_has_said_it(tiny_model: str) -> None:
     """The server streams by fours: what it held back at the swap comes after it, mixed with what is newer."""
 
     async def scenario() -> None:

@@ -87,7 +87,7 @@ def program(directory: Path, then: str, version: str = "0.32.0+cpu") -> str:
     return str(path)
 
 
-def test_a_server_that_ends_before_it_is_ready_is_told_with_its_first_error(tmp_path: Path, tiny_model: str) -> None:
+def test_a_server_that_ends_before_it_is_ready_shows_its_first_error(tmp_path: Path, tiny_model: str) -> None:
     words = (
         "(EngineCore pid=1) ERROR 11-15 19:41:22 [core.py:1] ValueError: no memory for keys and values\\n"
         "(APIServer pid=2) RuntimeError: Engine core initialization failed. See root cause above."
@@ -147,7 +147,7 @@ def test_an_owner_that_is_killed_takes_the_server_and_all_it_started_along(tmp_p
     assert owner.stdout is not None and owner.stdout.readline() == b"started\n"
     deadline = time.monotonic() + 20
     family: list[psutil.Process] = []
-    while len(family) < 3:  # keeper, program, and the child that left its group
+    while len(family) < 3:  # guardian, program, and the child that left its group
         assert time.monotonic() < deadline
         family = psutil.Process(owner.pid).children(recursive=True)
     owner.kill()
