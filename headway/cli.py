@@ -4,6 +4,7 @@ Errors written for people are printed as their one sentence; anything else is a 
 """
 
 import asyncio
+import os
 import runpy
 import sys
 from collections.abc import Callable, Coroutine
@@ -37,6 +38,7 @@ RunPath = Annotated[Path, typer.Argument(help="directory of a run", show_default
 
 
 def main() -> None:
+    os.umask(0o077)  # what a run writes holds prompts, completions and weights: it is its owner's alone
     try:
         app()
     except HeadwayError as error:
@@ -92,7 +94,7 @@ def train(
     for line in describe(loaded.algorithm):
         _print(line)
     if dry_run:
-        _print_plan(loaded)
+        _print_plan(loaded, resume, overwrite)
     elif from_groups is not None:
         _train_from(loaded, from_groups)
     else:
@@ -108,10 +110,10 @@ def _train(loaded: "Config", resume: bool, overwrite: bool) -> None:
     _print(f"model: {Path(loaded.run.dir) / 'model'}   curves: {Path(loaded.run.dir) / 'report.png'}")
 
 
-def _print_plan(config: "Config") -> None:
+def _print_plan(config: "Config", resume: bool, overwrite: bool) -> None:
     from headway.plan import describe, table
 
-    _print(table(describe(config)))
+    _print(table(describe(config, resume, overwrite)))
 
 
 def _train_from(config: "Config", path: Path) -> None:

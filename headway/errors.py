@@ -4,8 +4,16 @@ Everything raised on purpose derives from `HeadwayError`; the command line print
 Any other exception is a bug and keeps its trace. Each type crosses process boundaries by name (`runtime/`).
 """
 
+import os
+import sysconfig
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+_NOT_OWN = (
+    os.path.dirname(__file__),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    "<",
+)
 
 
 class HeadwayError(Exception):
@@ -75,7 +83,7 @@ BY_NAME: dict[str, type[HeadwayError]] = {
 
 
 CAUSE = "\0"
-"""Stands in the sentence of `translated` for what the foreign error says, `KIND` for its type."""
+"""Stands in the sentence of `translated` for what the foreign error says, `KIND` for its kind (`kind_of`)."""
 KIND = "\1"
 
 
@@ -88,5 +96,23 @@ def translated(
         yield
     except kinds as error:
         lines = (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().splitlines()
-        said = sentence.replace(KIND, type(error).__name__).replace(CAUSE, lines[0] if lines else "")
+        said = sentence.replace(KIND, kind_of(error)).replace(CAUSE, lines[0] if lines else "")
         raise to(said) from error
+
+
+def kind_of(error: BaseException) -> str:
+    """The type of an error, and the last line of the user's own code on the way: KeyError at task.py:12."""
+    place, own = error.__traceback__, None
+    while place is not None:
+        own = own if place.tb_frame.f_code.co_filename.startswith(_NOT_OWN) else place
+        place = place.tb_next
+    where = f" at {os.path.basename(own.tb_frame.f_code.co_filename)}:{own.tb_lineno}" if own else ""
+    return f"{type(error).__name__}{where}"
+
+
+def describe(error: BaseException) -> str:
+    """Its kind and what it says, on one line: KeyError at task.py:12: 'answer'."""
+    said = ""
+    with suppress(Exception):  # it may be of a class of the user's
+        said = " ".join(str(error).split())
+    return kind_of(error) + (f": {said}" if said else "")

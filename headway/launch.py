@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headway.config import SINGLE_TURN, Config
-from headway.control.run_directory import claim, fingerprint, identity
+from headway.control.run_directory import check, claim, fingerprint, identity
 from headway.control.staleness import StalenessControl, resolve_window
 from headway.control.workers import Fleet, make_private, open_runtime, start_trainer
 from headway.errors import CAUSE, ConfigError, HeadwayError, RunFailed, translated
 from headway.model.memory import check_fit
 from headway.model.tokenizer import load_tokenizer, stop_tokens
-from headway.monitor.metrics import Metrics
+from headway.monitor.metrics import Metrics, check_tools
 from headway.monitor.report import Summary, write_report
 from headway.monitor.view import View
 from headway.record.events import Ended, ResumeStarted, RunStarted, Warned
@@ -105,6 +105,7 @@ def prepare(config: Config, to_train: bool = True) -> Prepared:
     check_devices(config)
     _check_vllm(config.engine.vllm_python)
     check_workflow(config.rollout)
+    check_tools(config.metrics)
     model_config = load_config(config.model.path)
     check_weights(config.model.path, model_config)
     tokenizer = load_tokenizer(config.model.path)
@@ -188,10 +189,15 @@ def _check_sizes(config: Config, context: int, longest: int) -> None:
             f"trainer.token_budget = {config.trainer.token_budget} is smaller than one sequence of up to {longest} "
             "tokens (prompt and sampling.max_tokens); raise the budget or lower max_tokens"
         )
-    if 0 < config.engine.kv_tokens < 2 * context:
+    least = 2 * context
+    if config.engine.kind == "embedded" and "cpu" in config.engine.devices:
+        from headway.engine.embedded.slab_kv import least_tokens
+
+        least = least_tokens(context)
+    if 0 < config.engine.kv_tokens < least:
         raise ConfigError(
             f"engine.kv_tokens = {config.engine.kv_tokens} cannot hold two sequences of the context of {context} "
-            "tokens; raise kv_tokens or lower engine.max_context"
+            f"tokens; raise kv_tokens to {least} or lower engine.max_context"
         )
 
 
@@ -235,12 +241,14 @@ async def train(
 ) -> Summary:
     """A whole run, from nothing or from where it was interrupted."""
     stopping = stopping or Stopping()
+    directory = Path(config.run.dir)
+    check(directory, config, resume, overwrite)
     with phase(view.on_event, "reading the model and the prompts"):
         prepared = prepare(config)
     for note in prepared.notes:
         view.message(note)
-    directory = Path(config.run.dir)
-    claim(directory, config, prepared.prompts, resume, overwrite)
+    if not resume:
+        claim(directory, config, prepared.prompts, resume, overwrite)
     make_private(directory)
     log = RunLog(directory, config.run.deadline_s)
     metrics: Metrics | None = None

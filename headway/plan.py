@@ -1,10 +1,12 @@
 """What a config would do, before anything is started: processes, memory, batches, the worst staleness possible."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.table import Table
 
 from headway.config import Config
+from headway.control.run_directory import check
 from headway.control.workers import reservations
 from headway.launch import Prepared, prepare
 from headway.model.memory import (
@@ -24,8 +26,9 @@ class Plan:
     warnings: list[str]
 
 
-def describe(config: Config) -> Plan:
+def describe(config: Config, resume: bool = False, overwrite: bool = False) -> Plan:
     """Check the whole config and work out the plan; raises the sentence that `train` would raise."""
+    check(Path(config.run.dir), config, resume, overwrite)
     prepared = prepare(config)
     from headway.model.loading import model_shape  # after the checks, of which a wrong path needs no torch
 
@@ -82,7 +85,7 @@ def _engine_memory(config: Config, shape: ModelShape, num_parameters: int) -> st
     kv = kv_bytes(config, shape, config.engine.devices[0])
     rest = f"{gigabytes(kv)} for keys and values" if kv else "most of the rest for keys and values"
     each = "for each engine " if config.engine.count > 1 else ""
-    sets = ("one set", "two sets", "three sets")[num_weight_sets(config) - 1]
+    sets = "one set" if num_weight_sets(config) == 1 else "two sets"
     return f"{each}{gigabytes(engine_weight_bytes(config, num_parameters))} for {sets} of weights, {rest}"
 
 

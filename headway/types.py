@@ -478,3 +478,8 @@ class Verdict:
     error: str
     seconds: float
     components: dict[str, float] = field(default_factory=dict)  # named parts of the score, before weighting
+
+
+EXCEEDED, UNSCORED = "verifier_exceeded", "verifier_failed"
+"""Components of verdicts of 0 that no verifier gave: of a text over which it computed beyond its deadline, and, with
+`reward.on_error` = "zero", of one over which it failed. Metrics hold their shares."""

@@ -58,7 +58,7 @@ from headway.record.events import (
 from headway.record.phases import phase
 from headway.record.shards import RunLog
 from headway.rollout.evaluate import evaluate, reward_parts
-from headway.runtime.gather import together
+from headway.runtime.gather import first_cause, together
 from headway.tasks.prompts import MixedStream, PromptStream
 from headway.training.ranks import RankedTrainer
 from headway.types import Admission, Batch, DropReason, Group, Ints, Prompt, Sampling, StepReport, WeightUpdate
@@ -151,7 +151,7 @@ class Controller:
                 for task in background:
                     task.cancel()
         except BaseExceptionGroup as errors:
-            raise _first_cause(errors) from errors
+            raise first_cause(errors) from errors
 
     async def _start(self) -> list[asyncio.Task[Any]]:
         """Start every worker; returns when the engines serve the weights of the current version."""
@@ -472,9 +472,3 @@ class Controller:
     def _load(self) -> RunLoad:
         queues = len(self._generating), self.buffer.num_ready
         return queues, (self._admission_wait_s, self._trainer_wait_s)
-
-
-def _first_cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that ended the run: a task group wraps it, sometimes more than once."""
-    first = errors.exceptions[0]
-    return _first_cause(first) if isinstance(first, BaseExceptionGroup) else first

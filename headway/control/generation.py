@@ -12,13 +12,22 @@ from headway.control.supervisor import Supervisor
 from headway.control.workers import Fleet, open_runtime
 from headway.record.events import Event
 from headway.record.phases import phase
-from headway.runtime.gather import together
+from headway.runtime.gather import first_cause, together
 from headway.types import Scores
 
 
 @asynccontextmanager
 async def open_generation(config: Config, emit: Callable[[Event], object]) -> AsyncIterator[RolloutPool]:
     """A rollout pool with engines that serve; nothing is recorded, `emit` gets the events."""
+    try:
+        async with _generation(config, emit) as rollout:
+            yield rollout
+    except BaseExceptionGroup as errors:
+        raise first_cause(errors) from errors
+
+
+@asynccontextmanager
+async def _generation(config: Config, emit: Callable[[Event], object]) -> AsyncIterator[RolloutPool]:
     async with open_runtime(config, Path(config.run.dir)) as runtime, asyncio.TaskGroup() as tasks:
         fleet = Fleet(runtime, config)
         supervisor = Supervisor(fleet, config.supervise, emit)

@@ -15,13 +15,14 @@ from functools import partial
 from typing import Any
 
 from headway.config import Config
+from headway.control import waits
 from headway.control.supervisor import Supervised, Supervisor, within
 from headway.control.workers import Fleet
 from headway.engine.protocol import Engine
 from headway.errors import WorkerDied
-from headway.record.events import Event, Retried
+from headway.record.events import Event, Retried, Warned
 from headway.rollout.reward_pool import RewardPool
-from headway.rollout.router import EngineFault, Retry, RolloutStats, Waiting
+from headway.rollout.router import EngineFault, Retry, RolloutStats
 from headway.rollout.worker import RolloutWorker
 from headway.runtime.gather import together
 from headway.types import Admission, Group
@@ -40,7 +41,7 @@ class EngineSet:
 
 
 class RolloutPool:
-    """`faults` are the engines that workers found faulty; `waiting` is what unfinished trajectories wait for."""
+    """`faults` are the engines that workers found faulty."""
 
     def __init__(self, config: Config, fleet: Fleet, supervisor: Supervisor, emit: Callable[[Event], object]) -> None:
         self._config, self._supervisor, self._emit = config, supervisor, emit
@@ -52,7 +53,7 @@ class RolloutPool:
         self._serving = asyncio.Event()  # set once and replaced, when a worker begins to serve
         self.engines = EngineSet()
         self.faults: asyncio.Queue[EngineFault] = asyncio.Queue()
-        self.waiting: dict[str, tuple[float, tuple[Waiting, ...]]] = {}
+        self._waits = waits.WaitWatch(config, time.monotonic())
 
     async def start(self) -> None:
         workers: list[Supervised[Any]] = [self._rewards, *self._workers.values()]
@@ -67,10 +68,24 @@ class RolloutPool:
         ]
         for name, worker in self._workers.items():
             begun.append(tasks.create_task(self._supervise_worker(name, worker)))
+        begun.append(tasks.create_task(self._watch_waits()))
         return begun
+
+    async def _watch_waits(self) -> None:
+        """Consumes what rollout workers say their trajectories wait for; produces a sentence when none finishes."""
+        while True:
+            await asyncio.sleep(waits.LOOK_S)
+            if sentence := self._waits.look(time.monotonic()):
+                self._emit(Warned(message=sentence))
 
     async def run(self, admission: Admission) -> Group:
         """The group, from the first rollout worker that finishes it."""
+        self._waits.begin(time.monotonic())
+        group = await self._run(admission)
+        self._waits.end(time.monotonic(), not group.trajectories)
+        return group
+
+    async def _run(self, admission: Admission) -> Group:
         is_training = admission.stream == "train"
         while True:
             chosen = await self._choose(admission.group)
@@ -109,9 +124,11 @@ class RolloutPool:
             async def check(worker: RolloutWorker) -> None:
                 await self._read_stats(name, worker)
 
-            await self._supervisor.check_health(supervised, check, self._config.metrics.stats_every_s)
+            hint = " (its workflow may block the event loop)"
+            await self._supervisor.check_health(supervised, check, self._config.metrics.stats_every_s, hint)
 
         def take_groups() -> list[int]:
+            self._waits.waiting.pop(name, None)
             groups, self._groups[name] = self._groups[name], []
             return sorted(groups)
 
@@ -119,7 +136,8 @@ class RolloutPool:
 
     async def _read_stats(self, name: str, worker: RolloutWorker) -> None:
         found: RolloutStats = await worker.stats()
-        self.waiting[name] = time.monotonic(), found.waiting
+        if name:
+            self._waits.waiting[name] = time.monotonic(), found.waiting
         for fault in found.faults:
             self.faults.put_nowait(fault)
         by_engine: dict[str, list[Retry]] = {}

@@ -4,7 +4,9 @@ A resume refuses what changes the meaning of the record: model, data, sampling, 
 Every other knob may change; the change is an event, which replay honours.
 """
 
+import os
 import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -30,20 +32,45 @@ _RUN_FILES = (
 Changes = dict[str, tuple[Any, Any]]
 
 
-def claim(directory: Path, config: Config, prompts: list[Prompt], resume: bool, overwrite: bool) -> Run:
-    """The run to resume, or an empty one; a run that never trained is replaced, others with `overwrite`."""
+def check(directory: Path, config: Config, resume: bool, overwrite: bool) -> Run:
+    """The run that the directory holds, or an empty one; refuses a directory that cannot be used, and changes none."""
+    _check_usable(directory)
     run = Run.read(directory) if (directory / EVENTS_NAME).exists() else Run()
     if resume and not run.began:
         raise ConfigError(f"{directory} holds no run to resume; leave --resume out to start one")
-    if run.began and not resume:
-        _replace(directory, run, overwrite)
-        return Run()
-    if run.began:
-        _check_same_run(directory, config, prompts, run)
+    if resume:
+        _check_knobs(directory, config, run)
+    elif run.began:
+        _check_replaceable(directory, run, overwrite)
     return run
 
 
-def _replace(directory: Path, run: Run, overwrite: bool) -> None:
+def claim(directory: Path, config: Config, prompts: list[Prompt], resume: bool, overwrite: bool) -> Run:
+    """The run to resume, or an empty one; a run that never trained is replaced, others with `overwrite`."""
+    run = check(directory, config, resume, overwrite)
+    if resume:
+        _check_rows(directory, prompts, run)
+    elif run.began:
+        for name in (*_RUN_FILES, EVENTS_NAME):
+            path = directory / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        return Run()
+    return run
+
+
+def _check_usable(directory: Path) -> None:
+    """That files can be written there, or a directory be made; nothing is left behind."""
+    place = directory
+    while not os.path.lexists(place):
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot write to the run directory {directory}: {error.strerror}; check run.dir") from error
+
+
+def _check_replaceable(directory: Path, run: Run, overwrite: bool) -> None:
     if is_being_written(directory / EVENTS_NAME):
         raise ConfigError(f"{directory} is in use by a run that goes on; choose another run.dir")
     if run.num_trained and not overwrite:
@@ -51,12 +78,9 @@ def _replace(directory: Path, run: Run, overwrite: bool) -> None:
             f"{directory} already holds a run of {run.num_trained} steps; add --resume to go on with it, --overwrite "
             "to delete it, or choose another run.dir"
         )
-    for name in (*_RUN_FILES, EVENTS_NAME):
-        path = directory / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def _check_same_run(directory: Path, config: Config, prompts: list[Prompt], run: Run) -> None:
+def _check_knobs(directory: Path, config: Config, run: Run) -> None:
     refused = {key: pair for key, pair in changes(run.config, config).items() if is_fixed(key)}
     if refused:
         key, (old, new) = next(iter(refused.items()))
@@ -65,6 +89,9 @@ def _check_same_run(directory: Path, config: Config, prompts: list[Prompt], run:
             f"{key} = {new!r} differs{others} from the {old!r} of the run in {directory}, whose record would lose its "
             f"meaning; resume with {key} = {old!r} or choose another run.dir"
         )
+
+
+def _check_rows(directory: Path, prompts: list[Prompt], run: Run) -> None:
     if run.num_prompts != len(prompts):
         raise ConfigError(
             f"the run in {directory} was begun with {run.num_prompts} prompts, and its tasks now have "

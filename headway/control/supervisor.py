@@ -187,15 +187,16 @@ class Supervisor:
         return RunFailed(f"{name} failed more than {limit} times within {window_s:g} s; the last time: {cause}")
 
     async def check_health(
-        self, supervised: Supervised[T], check: Callable[[T], Awaitable[None]], every_s: float
+        self, supervised: Supervised[T], check: Callable[[T], Awaitable[None]], every_s: float, hint: str = ""
     ) -> None:
-        """Check a worker periodically; one that does not answer within `supervise.health_s` has failed."""
+        """Check a worker periodically; one that does not answer within `supervise.health_s` has failed, as is said with
+        the `hint` at a cause."""
         assert supervised.worker is not None
         period_s = min(every_s, self._section.health_s / 2)
         while True:
             await asyncio.sleep(period_s)
             deadline_s = self._section.health_s - period_s
-            await within(deadline_s, f"a health check of {supervised.name}", check(supervised.worker))
+            await within(deadline_s, f"a health check of {supervised.name}{hint}", check(supervised.worker))
 
 
 async def within(seconds: float, what: str, call: Awaitable[R]) -> R:

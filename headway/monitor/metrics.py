@@ -138,16 +138,23 @@ class TensorBoard:
         self._writer.close()
 
 
+def check_tools(section: MetricsSection) -> None:
+    """Refuse a tool that is not installed."""
+    if section.wandb_project:
+        try:
+            importlib.import_module("wandb")
+        except ImportError:
+            raise ConfigError(
+                f"metrics.wandb_project = {section.wandb_project!r} needs the wandb package: pip install wandb, or "
+                "clear the setting"
+            ) from None
+
+
 class WeightsAndBiases:
     """The same scalars in a W&B project; a resumed run continues its own W&B run."""
 
     def __init__(self, run_dir: Path, project: str) -> None:
-        with translated(
-            ImportError,
-            ConfigError,
-            f"metrics.wandb_project = {project!r} needs the wandb package: pip install wandb, or clear the setting",
-        ):
-            wandb: Any = importlib.import_module("wandb")
+        wandb: Any = importlib.import_module("wandb")
         self._wandb = wandb
         with translated(
             Exception,

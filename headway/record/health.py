@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from headway.record.steps import Step
+from headway.types import EXCEEDED, UNSCORED
 
 WINDOW = 10
 """Training steps that a warning looks back over."""
@@ -14,6 +15,10 @@ TRUNCATED, ZERO_VARIANCE, FAILED = 0.5, 0.5, 0.1
 COLLAPSED_ENTROPY, COLLAPSED_SHARE = 0.02, 0.1
 LARGE_WEIGHT = 1000.0
 FAR_FROM_ONE = 2.0
+_ZEROS = (
+    (EXCEEDED, "the verifier computed beyond its deadline", "raise reward.deadline_s, or make the verifier faster"),
+    (UNSCORED, "the verifier failed", "repair it, or set reward.on_error = drop"),
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,13 @@ def diagnose(steps: Sequence[Step], max_tokens: int | None) -> Iterator[tuple[st
             f"{failed / (trajectories + failed):.0%} of the trajectories {span} failed: check the verifier and the "
             "workflow; the log's finished events name the reasons",
         )
+    for name, cause, remedy in _ZEROS:
+        zeros = sum((step.event.metrics.get(f"{name}_share") or 0.0) * step.num_trajectories for step in recent)
+        if zeros > FAILED * trajectories:
+            yield (
+                name.replace("_", " "),
+                f"{zeros / trajectories:.0%} of the rewards {span} are 0 because {cause}: {remedy}",
+            )
     yield from _of_policy(steps, recent, span)
 
 

@@ -17,7 +17,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from headway.model.tokenizer import decode
-from headway.types import Admission, Group, Prompt, Sampling
+from headway.types import EXCEEDED, UNSCORED, Admission, Group, Prompt, Sampling
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _Z = 1.959964
 SOLVED = 1.0
+_UNGIVEN = {EXCEEDED, UNSCORED}
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,6 @@ class Evaluation:
             "interval": self.interval,
             "pass_at": {str(k): value for k, value in self.pass_at},
             "tasks": {task.source: task.accuracy for task in self.tasks},
-            "intervals": {task.source: task.interval for task in self.tasks},
         }
 
 
@@ -141,13 +141,16 @@ def _mean_pass_at(scores: list[list[float]], k: int) -> float | None:
 
 
 def reward_parts(groups: Iterable[Group]) -> dict[str, float]:
-    """The mean reward of each task and of each named component, as metrics of a training step."""
+    """The mean reward of each task and of each named component, as metrics of a training step; and the shares of
+    trajectories whose reward is 0 because the verifier gave none."""
     values = defaultdict[str, list[float]](list)
     for group in groups:
         for trajectory in group.trajectories:
+            for name in _UNGIVEN:
+                values[f"{name}_share"].append(float(name in trajectory.components))
             if group.source:
                 values[f"reward_of/{group.source}"].append(trajectory.reward)
-            for name, value in trajectory.components.items():
+            for name, value in () if _UNGIVEN & trajectory.components.keys() else trajectory.components.items():
                 values["/".join(filter(None, ("component", group.source, name)))].append(value)
     return {name: fmean(of_one) for name, of_one in values.items()}
 

@@ -1,10 +1,11 @@
 """The reward worker: a pool of killable processes that run the verifier, one call each, under a deadline.
 
 Invariants that live here:
- 10. Errors are never rewards. What the text causes (it is wrong, its program crashes, exits or runs too long) is a
-     wrong answer; what befalls the verifier (a crash, a hang, an unreachable service) is a counted error and a
-     dropped or retried trajectory. Deadlines run from the start of execution, and what hangs is killed. A verdict
-     with an error has a score of 0.0 that nobody may use.
+ 10. Errors are never rewards. What the text causes (it is wrong, its program crashes or exits, its verifier computes
+     beyond the deadline, each time it is asked) is a wrong answer; what befalls the verifier (a crash, a hang, an
+     unreachable service) is a counted error and a dropped or retried trajectory, unless `reward.on_error` says
+     otherwise. Deadlines run from the start of execution, and what hangs is killed. A verdict with an error has a
+     score of 0.0 that nobody may use.
  15. Bounded waits: a child that does not start, does not answer or does not end is given up after its deadline.
 
 No task runs in the background: a call takes a place in the pool (a waiting child, or a vacancy that it fills with a
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,8 +28,10 @@ from headway import codec
 from headway.config import RewardSection
 from headway.errors import CAUSE, ConfigError, WorkerDied, translated
 from headway.rollout.reward_process import BROKEN, HEADER, NOT_A_SCORE, RAISED, SCORED
+from headway.runtime.process_tree import processor_s
+from headway.tasks.sandbox.pool import queued_s
 from headway.tasks.scoring import title
-from headway.types import Verdict
+from headway.types import EXCEEDED, UNSCORED, Verdict
 
 START_DEADLINE_S = 60.0
 """For a new child to import the verifier, and for an idle one to take up a call."""
@@ -35,8 +39,11 @@ END_DEADLINE_S = 5.0
 """For a guardian to kill its worker and all that this one started."""
 
 _LONGEST_FRAME = 1 << 16
-_DEADLINE, _DIED, _START, _REQUEST = "deadline", "died", "start", "request"
-_KINDS = (RAISED, NOT_A_SCORE, _DEADLINE, _DIED, _START, _REQUEST)
+_COMPUTED_SHARE = 0.5
+"""Of its deadline in which a verifier computed: its text is what makes it slow. One that waits for a service is not."""
+_LEAST_EXTENSION_S = 0.05
+_EXCEEDED, _DEADLINE, _DIED, _START, _REQUEST = "exceeded", "deadline", "died", "start", "request"
+_KINDS = (RAISED, NOT_A_SCORE, _EXCEEDED, _DEADLINE, _DIED, _START, _REQUEST)
 _BOOT = "import sys; sys.path[:] = sys.argv[4:]; from headway.rollout.reward_process import main; main()"
 
 
@@ -74,7 +81,8 @@ class RewardPool:
             raise ConfigError(f"verifier {self._reference}: {result}") if isinstance(result, _Broken) else result
 
     async def verify(self, task: dict[str, Any], text: str, source: str = "") -> Verdict:
-        """The verifier's score for `text`, or, after `retries` more attempts, its error."""
+        """The verifier's score for `text`, or, after `retries` more attempts, its error, or 0 for a text that takes too
+        long."""
         if not self._opened:
             raise RuntimeError("the reward pool was not opened")
         self._check_not_closed()
@@ -113,6 +121,8 @@ class RewardPool:
 
     def _fail(self, broken: _Broken) -> Verdict:
         self._counts["num_failed"] += 1
+        if broken.kind == _EXCEEDED or self._section.on_error == "zero":
+            return Verdict(0.0, "", broken.seconds, {EXCEEDED if broken.kind == _EXCEEDED else UNSCORED: 1.0})
         return Verdict(0.0, f"verifier {self._reference}: {broken}", broken.seconds)
 
     async def _attempt(self, request: bytes) -> Verdict:
@@ -192,28 +202,41 @@ class _Child:
         self._writer.write(HEADER.pack(len(request)) + request)
         if await self._hear(START_DEADLINE_S, _DIED) is None:
             raise _Broken(_START, f"did not take up a text within {START_DEADLINE_S:g} s and was killed", killed=True)
-        answer = await self._hear(deadline_s, _DIED)
+        computed_s, queued = processor_s(self._process.pid), queued_s(self._process.pid)
+        extra_s = 0.0
+
+        def extend() -> float:
+            """Time without a processor is not the verifier's: it extends the deadline, up to four times it."""
+            nonlocal extra_s
+            before, extra_s = extra_s, min(queued_s(self._process.pid) - queued, 3 * deadline_s)
+            return extra_s - before
+
+        answer = await self._hear(deadline_s, _DIED, extend)
+        computed_s = processor_s(self._process.pid) - computed_s
+        late = _EXCEEDED if computed_s >= _COMPUTED_SHARE * deadline_s else _DEADLINE
         if answer is None:
             sentence = f"ran longer than reward.deadline_s = {deadline_s:g} and was killed"
-            raise _Broken(_DEADLINE, sentence, deadline_s, killed=True)
+            raise _Broken(late, sentence, deadline_s, killed=True)
         self.waiting = True
         kind, score, sentence, seconds, components = answer
         if kind != SCORED:
             raise _Broken(kind, sentence, seconds)
-        if seconds > deadline_s:
-            raise _Broken(
-                _DEADLINE, f"ran for {seconds:.3g} s, longer than reward.deadline_s = {deadline_s:g}", seconds
-            )
+        if seconds > deadline_s + extra_s:
+            raise _Broken(late, f"ran for {seconds:.3g} s, longer than reward.deadline_s = {deadline_s:g}", seconds)
         return Verdict(score, "", seconds, components)
 
-    async def _hear(self, timeout_s: float, kind_if_it_ends: str) -> list[Any] | None:
-        """What the child says next, or None when it says nothing in time."""
+    async def _hear(
+        self, timeout_s: float, kind_if_it_ends: str, extend: Callable[[], float] = lambda: 0.0
+    ) -> list[Any] | None:
+        """What the child says next, or None when it says nothing in time, as often as that is extended."""
         started = time.monotonic()
         reading = asyncio.ensure_future(self._read_frame())
         try:
             # Not wait_for, whose timer wins on Python 3.12: where this event loop was kept busy past the deadline,
             # the answer lies here unread, and that is not the child's hang.
             done, _ = await asyncio.wait({reading}, timeout=timeout_s)
+            while not done and (extra_s := extend()) > _LEAST_EXTENSION_S:
+                done, _ = await asyncio.wait({reading}, timeout=extra_s)
             return reading.result() if done else None
         except (EOFError, OSError, ValueError):
             raise _Broken(kind_if_it_ends, await self.end(), time.monotonic() - started) from None

@@ -22,7 +22,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, describe
 from headway.runtime import process_tree
 from headway.tasks.scoring import NotAScore, Scorer
 
@@ -97,21 +97,8 @@ def _judge(scorer: Scorer, source: str, task: dict[str, Any], text: bytes) -> li
         sentence = _printable(f"returned {error}, and a score is one finite number, or a dict of named ones")
         return [NOT_A_SCORE, 0.0, sentence, time.monotonic() - started, {}]
     except BaseException as error:  # a user's code: sys.exit is no more an answer than any other exception
-        return [RAISED, 0.0, _printable(_describe(error)), time.monotonic() - started, {}]
+        return [RAISED, 0.0, _printable(f"raised {describe(error)}"), time.monotonic() - started, {}]
     return [SCORED, score, "", time.monotonic() - started, components]
-
-
-def _describe(error: BaseException) -> str:
-    """What was raised, and the line that raised it."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    where = f"{os.path.basename(place.tb_frame.f_code.co_filename)}:{place.tb_lineno}" if place else "an unknown place"
-    try:
-        said = str(error)
-    except Exception:  # the exception is a user's class, too
-        said = ""
-    return f"raised {type(error).__name__} at {where}" + (f": {said}" if said else "")
 
 
 def _printable(sentence: str) -> str:

@@ -9,14 +9,12 @@ Invariants that live here:
 
 import asyncio
 import inspect
-import sysconfig
 import time
-import traceback
-from pathlib import Path
+from typing import Any
 
 from headway.config import RolloutSection
 from headway.engine.protocol import Engine
-from headway.errors import CAUSE, KIND, ConfigError, DeadlineExceeded, InvariantBroken, WorkerDied, translated
+from headway.errors import CAUSE, KIND, ConfigError, DeadlineExceeded, InvariantBroken, WorkerDied, describe, translated
 from headway.model.tokenizer import load_tokenizer
 from headway.rollout.episode import Context, RequestFailed, RewardClient, RunningEpisode
 from headway.rollout.reward_pool import RewardPool
@@ -24,11 +22,12 @@ from headway.rollout.router import Placement, RolloutStats, Router, Waiting
 from headway.rollout.workflows import LimitReached, VerifierBroken, Workflow
 from headway.runtime.channel import RemoteError
 from headway.tasks import imports
+from headway.tasks.scoring import takes_two
 from headway.types import Admission, Failure, Group, Prompt, Trajectory
 
 _ABORT_S = 5.0
 _REFERENCE_CHARACTERS, _SHORT = 2000, 24
-_PACKAGE, _STANDARD_LIBRARY = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
+_WORKFLOW = "a class with `async def run(self, episode)`"
 
 
 def reference_of(prompt: Prompt) -> dict[str, str]:
@@ -133,30 +132,27 @@ class RolloutWorker:
             if isinstance(error, TimeoutError) and limit.expired():
                 reason = f"limit: the episode ran longer than rollout.episode_deadline_s = {limit_s:g}"
                 return Failure(index, reason, episode.num_sampled)
-            return Failure(index, f"workflow: {_describe(error)}", episode.num_sampled)
+            return Failure(index, f"workflow: {describe(error)}", episode.num_sampled)
         finally:
             self._episodes.discard(episode)
-
-
-def _describe(error: Exception) -> str:
-    """What was raised, and the last line of the user's own code on the way there."""
-    own = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(_PACKAGE) and not frame.filename.startswith(_STANDARD_LIBRARY)
-    ]
-    where = f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
-    return f"{type(error).__name__}{where}: {error}"
 
 
 def check_workflow(section: RolloutSection) -> None:
     """Refuse, before anything starts, what can never be a workflow; it is made in the rollout worker only."""
     reference = section.workflow
     made = imports.load(reference)
-    if not callable(made) or (isinstance(made, type) and not asyncio.iscoroutinefunction(getattr(made, "run", None))):
-        raise ConfigError(f"rollout.workflow {reference} has no coroutine `run(episode)`")
-    with translated(TypeError, ConfigError, f"rollout.settings do not fit {reference}: {CAUSE}"):
+    run = getattr(made, "run", None)
+    # A function may make a workflow, which is seen in the rollout worker; a class says what it makes.
+    if not callable(made) or asyncio.iscoroutinefunction(made) or (isinstance(made, type) and not _is_run(run)):
+        raise ConfigError(f"rollout.workflow {reference} is not {_WORKFLOW}")
+    hint = "" if isinstance(made, type) else f" (a workflow is {_WORKFLOW})"
+    with translated(TypeError, ConfigError, f"rollout.settings do not fit {reference}: {CAUSE}{hint}"):
         inspect.signature(made).bind(**section.settings)
+
+
+def _is_run(run: Any) -> bool:
+    """Whether `run` of a class can be awaited with one episode."""
+    return asyncio.iscoroutinefunction(run) and takes_two(inspect.signature(run).parameters.values())
 
 
 def _make_workflow(section: RolloutSection) -> Workflow:
@@ -169,6 +165,6 @@ def _make_workflow(section: RolloutSection) -> Workflow:
     ):
         made = imports.load(reference)(**section.settings)
     if not asyncio.iscoroutinefunction(getattr(made, "run", None)):
-        raise ConfigError(f"rollout.workflow {reference} has no coroutine `run(episode)`")
+        raise ConfigError(f"rollout.workflow {reference} is not {_WORKFLOW}")
     workflow: Workflow = made
     return workflow

@@ -15,3 +15,9 @@ async def together(*starts: Awaitable[Any]) -> list[Any]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+def first_cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that ended a task group, which wraps it, sometimes more than once."""
+    first = errors.exceptions[0]
+    return first_cause(first) if isinstance(first, BaseExceptionGroup) else first

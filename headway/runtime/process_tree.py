@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -87,6 +88,17 @@ def _end_children(seconds: float) -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, os.WNOHANG)
         time.sleep(_POLL_S)
+
+
+def processor_s(pid: int) -> float:
+    """Processor time of a process and its descendants, with those that ended and were waited for; 0 once it is gone."""
+    total = 0.0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        total += sum(processor_s(int(child)) for child in children)
+    return total
 
 
 SPARED: set[int] = set()  # children `kill_children` leaves alone: they serve more than the call that started them

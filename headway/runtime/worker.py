@@ -229,6 +229,7 @@ async def _serve(service: Service, lifeline: Lifeline, listener: socket.socket) 
 def main() -> None:
     name, listener, address = sys.argv[1], socket.socket(fileno=int(sys.argv[2])), sys.argv[3]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which decides
+    os.umask(0o077)  # under Ray it is the node's
     faulthandler.enable()
     lifeline = Lifeline(os.path.dirname(address) if channel.is_unix(address) else None)
     if not channel.is_unix(address):

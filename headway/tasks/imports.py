@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, describe
 
 
 def load(reference: str) -> Any:
@@ -60,7 +60,7 @@ def _import_file(where: str, reference: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ConfigError(f"{reference}: {where} does not import: {_cause(error)}") from error
+        raise ConfigError(f"{reference}: {where} does not import: {describe(error)}") from error
     return module
 
 
@@ -72,14 +72,10 @@ def _import_module(where: str, reference: str) -> ModuleType:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{where}.".startswith(f"{error.name}."):
             sentence = f"there is no module {error.name}; install it, or run where it can be found, not in {Path.cwd()}"
             raise ConfigError(f"{reference}: {sentence}") from error
-        raise ConfigError(f"{reference}: {where} does not import: {_cause(error)}") from error
+        raise ConfigError(f"{reference}: {where} does not import: {describe(error)}") from error
 
 
 def _make_findable(folder: Path) -> None:
     # Last, so that a user's random.py or types.py never takes the place of the one others import.
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
-
-
-def _cause(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

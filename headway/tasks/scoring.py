@@ -182,7 +182,7 @@ def _load_callable(reference: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"{reference}: a verifier is a function (task, text) -> score, not {_a(function)}")
     parameters = _parameters(function)
-    if not _is_trl(function) and parameters is not None and not _takes_two(parameters):
+    if not _is_trl(function) and parameters is not None and not takes_two(parameters):
         raise ConfigError(
             f"{reference}: a verifier is a function (task, text) -> score, and this one takes "
             f"({', '.join(parameter.name for parameter in parameters)})"
@@ -200,7 +200,8 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
     return None
 
 
-def _takes_two(parameters: Iterable[inspect.Parameter]) -> bool:
+def takes_two(parameters: Iterable[inspect.Parameter]) -> bool:
+    """Whether a function of these parameters can be called with two positional arguments."""
     with suppress(TypeError):
         inspect.Signature(list(parameters)).bind({}, "")
         return True

@@ -4,6 +4,5 @@
 `collective` is their rendezvous and what they compute together. `batches` packs a batch into micro-batches by the
 algorithm of `packing`; `algorithms/` holds losses and advantages as pure functions; `optimizer` is AdamW and the
 learning rate; `state` is what a training step changes, and its snapshots; `checkpoint` writes and reads them; `sft` is
-the supervised warm-up; `companions` are a reference policy and a critic, which are never published; `lora` trains
-adapters instead of all weights.
+the supervised warm-up; `companions` are a reference policy and a critic, which are never published.
 """

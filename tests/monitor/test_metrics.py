@@ -9,7 +9,7 @@ from test_view import plain_lines
 
 from headway.config import MetricsSection
 from headway.errors import ConfigError
-from headway.monitor.metrics import Metrics, Point, point_of
+from headway.monitor.metrics import Metrics, Point, check_tools, point_of
 from headway.monitor.rates import left_s, rates
 from headway.monitor.report import summarise
 from headway.record.events import Event, FailedTrajectory
@@ -126,10 +126,10 @@ def test_metrics_do_not_load_torch(tmp_path):
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_a_wandb_project_without_wandb_is_refused_at_start_up_with_the_way_out(tmp_path, monkeypatch):
+def test_a_wandb_project_without_wandb_is_refused_at_start_up_with_the_way_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="pip install wandb, or clear the setting"):
-        Metrics(tmp_path, MetricsSection(wandb_project="mine"), Run())
+        check_tools(MetricsSection(wandb_project="mine"))
 
 
 WANDB = """

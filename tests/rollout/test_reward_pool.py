@@ -17,7 +17,7 @@ from headway.config import RewardSection
 from headway.errors import ConfigError, WorkerDied
 from headway.rollout import reward_pool
 from headway.rollout.reward_pool import RewardPool
-from headway.types import Verdict
+from headway.types import EXCEEDED, UNSCORED, Verdict
 
 
 def test_five_hundred_calls_get_each_their_own_score(tmp_path: Path) -> None:
@@ -77,14 +77,38 @@ def test_an_error_is_never_a_reward_whatever_the_verifier_returns_or_raises(tmp_
 def test_a_hang_is_killed_at_its_deadline_counted_and_replaced(tmp_path: Path) -> None:
     async def talk(pool: RewardPool) -> list[Verdict]:
         started = time.monotonic()
-        verdicts = [await pool.verify({"action": action}, "") for action in ("hang", "hang_deaf", "nothing")]
-        assert 0.6 <= time.monotonic() - started < 10
+        verdicts = [await pool.verify({"action": action}, "") for action in ("hang", "nothing")]
+        assert 0.3 <= time.monotonic() - started < 10
         return verdicts
 
-    (hung, deaf, after), stats = run(tmp_path, "act", talk, deadline_s=0.3)
-    assert "ran longer than reward.deadline_s = 0.3 and was killed" in hung.error and deaf.error == hung.error
+    (hung, after), stats = run(tmp_path, "act", talk, deadline_s=0.3)
+    assert "ran longer than reward.deadline_s = 0.3 and was killed" in hung.error
     assert after.error == ""
-    assert errors_of(stats) == {"deadline": 2} and stats["num_killed"] == 2
+    assert errors_of(stats) == {"deadline": 1} and stats["num_killed"] == 1
+
+
+def test_invariant_10_a_text_that_the_verifier_computes_beyond_its_deadline_is_a_wrong_answer(tmp_path: Path) -> None:
+    async def talk(pool: RewardPool) -> Verdict:
+        while True:  # on a busy machine it may get too little of a processor to have computed
+            verdict = await pool.verify({"action": "hang_deaf"}, "")
+            if not verdict.error:
+                return verdict
+            assert "ran longer than reward.deadline_s = 0.5 and was killed" in verdict.error
+
+    verdict, stats = run(tmp_path, "act", talk, deadline_s=0.5)
+    assert (verdict.score, verdict.error, verdict.components) == (0.0, "", {EXCEEDED: 1.0})
+    assert errors_of(stats)["exceeded"] == 1
+
+
+def test_on_error_zero_gives_a_verdict_of_zero_that_is_named_and_drop_gives_none(tmp_path: Path) -> None:
+    async def talk(pool: RewardPool) -> Verdict:
+        return await pool.verify({"value": "raise"}, "")
+
+    dropped, _ = run(tmp_path, "give", talk)
+    zero, stats = run(tmp_path, "give", talk, on_error="zero")
+    assert "raised ZeroDivisionError" in dropped.error
+    assert (zero.score, zero.error, zero.components) == (0.0, "", {UNSCORED: 1.0})
+    assert errors_of(stats) == {"raised": 1} and stats["num_failed"] == 1
 
 
 def test_a_killed_verifier_takes_its_whole_family_along_even_what_left_its_group(tmp_path: Path) -> None:
@@ -303,7 +327,7 @@ def test_children_that_stop_starting_give_error_verdicts_and_no_hang(tmp_path: P
         return await asyncio.gather(*(pool.verify({"action": "nothing"}, "") for _ in range(3)))
 
     verdicts, stats = run(tmp_path, "act", talk)
-    assert all("RuntimeError: gone bad" in verdict.error for verdict in verdicts)
+    assert all("RuntimeError at verifiers.py:1: gone bad" in verdict.error for verdict in verdicts)
     assert errors_of(stats) == {"died": 1, "start": 3}
 
 

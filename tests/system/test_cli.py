@@ -4,238 +4,16 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from commands import Command, Refused, start_nothing, write
 from system import events_of, headway, run_inline, task_of, write_config
 
-from headway import cli
 from headway.config import Config, load
-from headway.model.tokenizer import build_character_tokenizer
 from headway.monitor.report import summarise
 from headway.record.run import Run
 from headway.record.shards import RunLog, read_jsonl
-from headway.runtime.inline import InlineRuntime
-from headway.runtime.local import LocalRuntime
-
-Sections = dict[str, dict[str, Any]]
-Command = Callable[..., tuple[int, str, str]]
-Refused = Callable[..., str]
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """`headway ARGUMENTS` in this process: exit code, standard output, standard error."""
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["headway", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
-@pytest.fixture
-def refused(command: Command, monkeypatch: pytest.MonkeyPatch) -> Refused:
-    """The one line that `headway train ARGUMENTS` ends with; no worker was started and no run begun."""
-
-    def run(*arguments: str | Path) -> str:
-        with monkeypatch.context() as patch:
-            start_nothing(patch)
-            code, _, error = command("train", *arguments)
-        assert code == 1
-        assert error.startswith("error: ") and error.count("\n") == 1 and error.endswith("\n"), error
-        return error.removeprefix("error: ").rstrip()
-
-    return run
-
-
-def start_nothing(patch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a worker would have been started")
-
-    patch.setattr(InlineRuntime, "start", refuse)
-    patch.setattr(LocalRuntime, "start", refuse)
-
-
-Breaking = Callable[[Path], Sections]
-
-
-def _write(path: Path, text: str) -> str:
-    path.write_text(text)
-    return str(path)
-
-
-def _not_a_model(tmp_path: Path) -> Sections:
-    (tmp_path / "empty").mkdir()
-    return {"model": {"path": f"{tmp_path}/empty"}}
-
-
-def _unsupported(tmp_path: Path) -> Sections:
-    (tmp_path / "gpt2").mkdir()
-    _write(tmp_path / "gpt2" / "config.json", json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
-    return {"model": {"path": f"{tmp_path}/gpt2"}}
-
-
-def _other_tokenizer(tmp_path: Path) -> Sections:
-    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "eos_token_id": 1}
-    config = {"model_type": "llama", "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 64}
-    build_character_tokenizer("abcdefghijklmnopqrstuvwxyz()[]0123456789+=").save_pretrained(tmp_path / "mixed")
-    _write(tmp_path / "mixed" / "config.json", json.dumps(config | sizes))
-    return {"model": {"path": f"{tmp_path}/mixed"}}
-
-
-BAD: list[tuple[str, Breaking, str]] = [
-    (
-        "unknown key",
-        lambda tmp: {"trainer": {"batch_group": 3}},
-        "config.toml: unknown key trainer.batch_group; did you mean trainer.batch_groups?",
-    ),
-    (
-        "unknown section",
-        lambda tmp: {"stalenes": {"max_staleness": 3}},
-        "config.toml: unknown key stalenes.max_staleness; did you mean staleness.max_staleness?",
-    ),
-    (
-        "a value of the wrong kind",
-        lambda tmp: {"trainer": {"lr": "fast"}},
-        'config.toml: trainer.lr = "fast" is not possible: input should be a valid number',
-    ),
-    (
-        "batch larger than the admission window",
-        lambda tmp: {"rollout": {"group_size": 3, "max_groups": 2}},
-        "rollout.max_groups = 2 can never fill a batch of trainer.batch_groups = 3; raise max_groups or lower",
-    ),
-    (
-        "token budget smaller than the context",
-        lambda tmp: {"trainer": {"token_budget": 31}},
-        "trainer.token_budget = 31 is smaller than one sequence of engine.max_context = 32 tokens; raise the budget",
-    ),
-    (
-        "token budget smaller than one sequence",
-        lambda tmp: {
-            "trainer": {"token_budget": 43},
-            "sampling": {"max_tokens": 40},
-            "engine": {"max_context": 0, "kv_tokens": 2048},
-        },
-        "trainer.token_budget = 43 is smaller than one sequence of up to 44 tokens (prompt and sampling.max_tokens)",
-    ),
-    (
-        "memory for less than two sequences",
-        lambda tmp: {"engine": {"max_context": 0, "kv_tokens": 512}},
-        "engine.kv_tokens = 512 cannot hold two sequences of the context of 512 tokens; raise kv_tokens or lower",
-    ),
-    (
-        "a context beyond the model's",
-        lambda tmp: {"engine": {"max_context": 4096, "kv_tokens": 8192}, "trainer": {"token_budget": 4096}},
-        "engine.max_context = 4096 is more than the model's 512; lower it",
-    ),
-    (
-        "a row without the field its verifier needs",
-        lambda tmp: {"task": {"train": task_of(tmp, "rows_without_answer"), "verifier": task_of(tmp, "verify")}},
-        "task.py:rows_without_answer, row 1 has no field 'answer', which the verifier",
-    ),
-    (
-        "no rows",
-        lambda tmp: {"task": {"train": task_of(tmp, "no_rows"), "verifier": task_of(tmp, "verify")}},
-        "task.py:no_rows has no rows; give at least one",
-    ),
-    (
-        "no held-out rows",
-        lambda tmp: {"task": {"eval": task_of(tmp, "no_rows")}},
-        "task.py:no_rows has no rows; give at least one",
-    ),
-    (
-        "a dataset that is not there",
-        lambda tmp: {"task": {"train": f"{tmp}/nowhere.jsonl", "verifier": task_of(tmp, "verify")}},
-        "nowhere.jsonl does not exist",
-    ),
-    (
-        "a dataset that is not JSON",
-        lambda tmp: {"task": {"train": _write(tmp / "rows.jsonl", '{"prompt": "1"}\n{"prompt"\n')}},
-        "rows.jsonl, line 2: not valid JSON",
-    ),
-    (
-        "a model that is not there",
-        lambda tmp: {"model": {"path": f"{tmp}/nowhere"}},
-        "nowhere does not exist; name a transformers directory or a hub model",
-    ),
-    ("a directory that is no model", _not_a_model, "empty is not a model directory: it has no config.json"),
-    (
-        "an unsupported family",
-        _unsupported,
-        "gpt2 is a gpt2 model, which the trainer does not run, whatever the engine; use one of the families llama",
-    ),
-    (
-        "a prompt longer than the context",
-        lambda tmp: {"task": {"train": task_of(tmp, "long_rows"), "verifier": task_of(tmp, "verify")}},
-        "task.py:long_rows: 1 of 1 rows have prompts of more than 31 tokens, so none is left; raise engine.max_context",
-    ),
-    (
-        "a verifier that does not import",
-        lambda tmp: {"task": {"verifier": _write(tmp / "broken.py", "import nothing_like_it\n") + ":verify"}},
-        "broken.py does not import: ModuleNotFoundError: No module named 'nothing_like_it'",
-    ),
-    (
-        "a verifier that does not exist",
-        lambda tmp: {"task": {"verifier": task_of(tmp, "verfy")}},
-        "has no verfy; did you mean verify?",
-    ),
-    (
-        "a workflow that does not exist",
-        lambda tmp: {"rollout": {"workflow": "headway.rollout.workflows.single_turn:SingleTrun"}},
-        "has no SingleTrun; did you mean SingleTurn?",
-    ),
-    (
-        "a workflow that is none",
-        lambda tmp: {"rollout": {"workflow": task_of(tmp, "Path")}},
-        "has no coroutine `run(episode)`",
-    ),
-    (
-        "a tokenizer of another model",
-        _other_tokenizer,
-        "gives token 44, and its model knows 40 tokens; use the model's own tokenizer",
-    ),
-    (
-        "an empty stop string",
-        lambda tmp: {"sampling": {"stop_strings": [""]}},
-        "[sampling]: an empty stop string would stop every completion at its first token",
-    ),
-    ("a GPU that is not there", lambda tmp: {"engine": {"device": "cuda"}}, "engine.device = cuda asks for a GPU"),
-    (
-        "a GPU that is not there among several devices",
-        lambda tmp: {"engine": {"device": "cpu,cuda:77", "count": 2}},
-        "engine.device = cuda:77 asks for a GPU that is not there",
-    ),
-    (
-        "W&B that is not installed",
-        lambda tmp: {"metrics": {"wandb_project": "headway"}},
-        "metrics.wandb_project = 'headway' needs the wandb package: pip install wandb, or clear the setting",
-    ),
-]
-
-
-@pytest.mark.parametrize(("sections", "sentence"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
-def test_bad_input_is_one_line_before_anything_starts(
-    tmp_path: Path,
-    tiny_model: str,
-    refused: Refused,
-    monkeypatch: pytest.MonkeyPatch,
-    sections: Breaking,
-    sentence: str,
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # where it is installed, this makes importing it fail
-    path = write_config(tmp_path, tiny_model, **sections(tmp_path))
-    assert sentence in refused(path)
-    events = tmp_path / "run" / "events.jsonl"
-    assert not events.exists() or not events.read_text()
 
 
 def test_bad_input_ends_the_real_command_with_one_line_and_exit_code_1(tmp_path: Path, tiny_model: str) -> None:
@@ -265,7 +43,7 @@ def test_arguments_that_cannot_work_are_one_line(
     sentence: str,
 ) -> None:
     config = write_config(tmp_path, tiny_model)
-    broken = _write(tmp_path / "broken.toml", "[run\n")
+    broken = write(tmp_path / "broken.toml", "[run\n")
     path, *rest = [argument.format(config=config, broken=broken) for argument in arguments]
     assert sentence in refused(Path(path), *rest)
     assert not (tmp_path / "run").exists()
@@ -333,7 +111,23 @@ def test_a_wrong_model_path_is_reported_without_importing_torch(tmp_path: Path, 
 def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path, tiny_model: str, refused: Refused) -> None:
     (tmp_path / "run").write_text("")
     sentence = refused(write_config(tmp_path, tiny_model))
-    assert sentence == f"cannot make the run directory {tmp_path}/run: File exists; check run.dir"
+    assert sentence == f"cannot write to the run directory {tmp_path}/run: Not a directory; check run.dir"
+
+
+@pytest.mark.parametrize("place", ["/proc/nowhere", "{tmp}/file", "{tmp}/file/run"])
+def test_a_run_directory_that_cannot_be_used_is_refused_before_the_model_is_read(
+    tmp_path: Path, refused: Refused, place: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    path = write_config(tmp_path, f"{tmp_path}/nowhere", run={"dir": place.format(tmp=tmp_path)})
+    for flags in ([], ["--dry-run"]):
+        assert refused(path, *flags).startswith("cannot write to the run directory ")
+
+
+def test_a_dry_run_refuses_a_directory_that_holds_a_run(finished: tuple[Path, Config], refused: Refused) -> None:
+    path, _ = finished
+    assert "already holds a run of 2 steps; add --resume" in refused(path, "--dry-run")
+    assert "sampling.top_k = 5 differs" in refused(path, "--dry-run", "--resume", "--sampling.top_k=5")
 
 
 def test_a_directory_of_no_run_is_neither_reported_nor_replayed(tmp_path: Path, command: Command) -> None:

@@ -66,7 +66,7 @@ def test_rows_come_from_a_function_even_if_it_yields_them(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        ("raise RuntimeError('no network')", "rows raised RuntimeError: no network"),
+        ("raise RuntimeError('no network')", "rows raised RuntimeError at data.py:2: no network"),
         ("return ['1+1=']", "row 0: a row is a dict, not str"),
         ("return None", "rows raised TypeError"),
     ],

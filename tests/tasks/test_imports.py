@@ -74,15 +74,18 @@ def test_a_missing_file_is_named_with_the_place_it_was_looked_for(working_direct
 def test_a_missing_module_is_named_and_told_from_a_missing_import_inside_it(working_directory: Path) -> None:
     assert "there is no module no_such_package;" in sentence_of("no_such_package.verify:verify")
     (working_directory / "lacks.py").write_text("import no_such_dependency\n")
-    assert "lacks does not import: ModuleNotFoundError: No module named 'no_such_dependency'" in sentence_of("lacks:f")
+    assert (
+        "lacks does not import: ModuleNotFoundError at lacks.py:1: No module named 'no_such_dependency'"
+        in sentence_of("lacks:f")
+    )
 
 
 @pytest.mark.parametrize(
     ("source", "cause"),
     [
-        ("1 / 0\n", "ZeroDivisionError: division by zero"),
-        ("def broken(:\n", "SyntaxError"),
-        ("import sys\nsys.exit('no')\n", "SystemExit: no"),
+        ("1 / 0\n", "ZeroDivisionError at broken.py:1: division by zero"),
+        ("def broken(:\n", "SyntaxError: invalid syntax (broken.py, line 1)"),
+        ("import sys\nsys.exit('no')\n", "SystemExit at broken.py:2: no"),
     ],
 )
 def test_a_file_that_does_not_import_is_said_with_its_cause_and_is_tried_anew(

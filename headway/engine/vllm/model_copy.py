@@ -7,6 +7,7 @@ trainer.
 By hand, for a server named in `engine.urls`: `python -m headway.engine.vllm.model_copy MODEL DTYPE DIRECTORY`.
 """
 
+import os
 import shutil
 import sys
 import tempfile
@@ -97,7 +98,8 @@ class ModelCopyFiles:
         with translated(OSError, ConfigError, f"engine.weights_dir = {parent} cannot be written to: {CAUSE}"):
             self.root = Path(tempfile.mkdtemp(prefix="headway-vllm-", dir=parent or None))
         if parent:
-            self.root.chmod(0o755)  # the servers that read it may be another user's
+            os.umask(0o022)  # the servers that read it may be another user's
+            self.root.chmod(0o755)
         self.served = self.root / "served"
         self.staged_version: int | None = None
         self._has_head = True
