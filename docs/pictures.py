@@ -66,10 +66,41 @@ def _idle_share(looks: list[Any], bars: list[Any], longest: float) -> float:
     return idle / num_slots
 
 
+def examples(record: Record, out: Path) -> None:
+    """Reward of every training step, and the mean held-out score with its interval, of each example."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figures = record["figures"]
+    figure, row = pyplot.subplots(1, len(figures), figsize=(12, 3.0), sharey=True, layout="constrained")
+    for axes, (name, of) in zip(row, figures.items(), strict=True):
+        axes.plot(of["steps"], of["reward"], color=GENERATING, linewidth=1.2, label="reward in training")
+        known = [found for found in of["evaluations"] if found["accuracy"] is not None]
+        scores, intervals = [found["accuracy"] for found in known], [found["interval"] for found in known]
+        margins = [[score - low for score, (low, _) in zip(scores, intervals, strict=True)]]
+        margins.append([high - score for score, (_, high) in zip(scores, intervals, strict=True)])
+        places = [found["version"] for found in known]
+        axes.errorbar(places, scores, margins, color=TRAINING, marker="o", label="held out, 95% interval", capsize=3)
+        axes.set_title(f"{name}, {of['training_s'] / 60:.1f} min", fontsize=10)
+        axes.set_xlabel("training steps")
+        axes.set_ylim(0, 1.05)
+        for side in ("right", "top"):
+            axes.spines[side].set_visible(False)
+    handles, labels = row[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    figure.savefig(out, dpi=110)
+    pyplot.close(figure)
+
+
 def main() -> None:
     path = RESULTS / "async_gpu.json"
     if path.exists():
         gpu_time(json.loads(path.read_text()), "16×8", RESULTS.parent / "gpu_time.png")
+    path = RESULTS / "examples.json"
+    if path.exists():
+        examples(json.loads(path.read_text()), RESULTS.parent / "examples.png")
 
 
 if __name__ == "__main__":

@@ -69,10 +69,19 @@ class InitSection(Section):
     alphabet: str = Field("", description="characters of its tokenizer; empty means load the model from path")
 
 
+class LoraSection(Section):
+    rank: int = Field(0, ge=0, description="train adapters of this rank instead of all weights; 0 trains all")
+    alpha: int = Field(32, ge=1, description="an adapter's scale is alpha ÷ rank")
+    targets: Names = Field("all-linear", description='matrices with an adapter: all-linear, or ["q_proj", "v_proj"]')
+    adapter: str = Field("", description="adapter directory, in peft's format, to start from; empty starts at the base")
+    merged: bool = Field(True, description="also write the model with its adapter merged in")
+
+
 class ModelSection(Section):
     path: str = Field(description="transformers directory or hub name of the model to start from")
     dtype: Dtype = Field("float32", description="type of the published weights")
     init: InitSection = Field(default_factory=InitSection, description="shape of a model built by `sft`")
+    lora: LoraSection = Field(default_factory=LoraSection, description="adapters")
 
 
 class FewShot(Section):
@@ -328,7 +337,10 @@ class Config(Section):
     def _is_consistent(self) -> Self:
         chosen = algorithm.contradictions(self.algorithm, self.rollout.group_size, self.trainer.ranks)
         excluded = (sentence for sentence, wrong in (_contradictions_of_tasks(self) | chosen).items() if wrong)
-        checks = contradictions.of_sizes(self), contradictions.of_vllm(self), excluded, contradictions.of_places(self)
+        checks = (
+            *(contradictions.of_sizes(self), contradictions.of_vllm(self), contradictions.of_lora(self)),
+            *(excluded, contradictions.of_places(self)),
+        )
         for sentence in chain(*checks):
             raise ValueError(sentence)
         return self

@@ -91,6 +91,19 @@ def of_vllm(config: Any) -> Iterator[str]:
         )
 
 
+def of_lora(config: Any) -> Iterator[str]:
+    lora = config.model.lora
+    if lora.adapter and not lora.rank:
+        yield f"model.lora.adapter = {lora.adapter} needs model.lora.rank, the adapter's own; set it"
+    if lora.rank and config.trainer.ranks > 1:
+        yield f"model.lora.rank = {lora.rank} is for one trainer rank; set trainer.ranks = 1 or model.lora.rank = 0"
+    if lora.rank and config.engine.kind == "vllm":
+        yield (
+            f"model.lora.rank = {lora.rank} is for the embedded engine, and engine.kind = vllm; set engine.kind = "
+            "embedded or model.lora.rank = 0"
+        )
+
+
 def of_places(config: Any) -> Iterator[str]:
     """Devices, nodes and ranks."""
     trainer, on_ray = config.trainer, config.run.runtime == "ray"

@@ -85,7 +85,7 @@ def _engine_memory(config: Config, shape: ModelShape, num_parameters: int) -> st
     kv = kv_bytes(config, shape, config.engine.devices[0])
     rest = f"{gigabytes(kv)} for keys and values" if kv else "most of the rest for keys and values"
     each = "for each engine " if config.engine.count > 1 else ""
-    sets = "one set" if num_weight_sets(config) == 1 else "two sets"
+    sets = ("one set", "two sets", "three sets")[num_weight_sets(config) - 1]
     return f"{each}{gigabytes(engine_weight_bytes(config, num_parameters))} for {sets} of weights, {rest}"
 
 

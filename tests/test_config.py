@@ -170,6 +170,19 @@ def test_a_value_out_of_range_is_refused(key: str, value: Any, why: str) -> None
             "staleness.min_staleness = 5 is above staleness.max_staleness = 4; lower one or raise the other",
         ),
         (
+            {"model": {"path": "m", "lora": {"adapter": "a"}}},
+            "model.lora.adapter = a needs model.lora.rank, the adapter's own; set it",
+        ),
+        (
+            {"model": {"path": "m", "lora": {"rank": 8}}, "trainer": {"ranks": 2}},
+            "model.lora.rank = 8 is for one trainer rank; set trainer.ranks = 1 or model.lora.rank = 0",
+        ),
+        (
+            {"model": {"path": "m", "lora": {"rank": 8}}, "engine": {"kind": "vllm", "vllm_python": "p"}},
+            "model.lora.rank = 8 is for the embedded engine, and engine.kind = vllm; set engine.kind = embedded or "
+            "model.lora.rank = 0",
+        ),
+        (
             {"trainer": {"minibatches": 5, "batch_groups": 4}},
             "trainer.minibatches = 5 is more than trainer.batch_groups = 4; lower minibatches",
         ),

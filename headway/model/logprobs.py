@@ -99,7 +99,9 @@ class _LinearLogprob(torch.autograd.Function):
         hidden_TC, weight_VC, targets_T, scale_T, normalizer_T, entropy_T = ctx.saved_tensors
         grad_T = grads[0] if grads[0] is not None else torch.zeros_like(normalizer_T)
         grad_hidden = torch.empty_like(hidden_TC)
-        grad_weight = torch.zeros(weight_VC.shape, dtype=torch.float32, device=weight_VC.device)
+        grad_weight: Tensor | None = None  # a frozen head, as with adapters, has no use for it
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros(weight_VC.shape, dtype=torch.float32, device=weight_VC.device)
         for start in range(0, len(targets_T), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = cap_logits(head_logits(hidden_TC[part], weight_VC), ctx.softcap)
@@ -116,8 +118,9 @@ class _LinearLogprob(torch.autograd.Function):
             del logits  # before the products below take memory of their own
             operand = operand.to(weight_VC.dtype)
             grad_hidden[part] = operand @ weight_VC
-            grad_weight += _product(operand.T, hidden_TC[part])
-        return grad_hidden, grad_weight.to(weight_VC.dtype), None, None, None, None
+            if grad_weight is not None:
+                grad_weight += _product(operand.T, hidden_TC[part])
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VC.dtype), None, None, None, None
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

@@ -24,8 +24,9 @@ def count_parameters(shape: ModelShape, tied: bool) -> int:
 
 
 def num_weight_sets(config: Config) -> int:
-    """Copies of the weights in an engine: the embedded one has live weights and a shadow for the next version."""
-    return 1 if config.engine.kind == "vllm" else 2
+    """Copies of the weights in an engine: the embedded one has live weights, a shadow for the next version, and with
+    adapters the base that they are merged into."""
+    return 1 if config.engine.kind == "vllm" else 3 if config.model.lora.rank else 2
 
 
 def engine_weight_bytes(config: Config, num_parameters: int) -> int:
@@ -45,6 +46,8 @@ def token_bytes(config: Config, shape: ModelShape) -> int:
 
 def rank_bytes(config: Config, num_parameters: int) -> int:
     """Memory of one trainer rank without activations."""
+    if config.model.lora.rank:  # the base, and the same with its adapter merged in; adapters themselves are small
+        return 2 * _BYTES[config.model.dtype] * num_parameters
     cast = 0 if config.model.dtype == "float32" else _BYTES[config.model.dtype]
     return (_MASTER_BYTES + cast) * num_parameters // config.trainer.ranks
 

@@ -37,6 +37,18 @@ class Masters:
         for parameter, master in self._cast:
             parameter.copy_(master)
 
+    def base(self, on_device: bool) -> str:
+        """The digest of the weights that an adapter is for; empty where all weights are trained."""
+        return ""
+
+    def factors(self) -> dict[str, Tensor]:
+        """The adapter as it is published, if that is what is trained."""
+        return {}
+
+    def adapter(self) -> dict[str, Tensor]:
+        """The adapter as it is saved, if that is what is trained."""
+        return {}
+
     def put_back(self) -> None:
         """Make the masters the parameters of the module again."""
         for parameter, master in self._cast:

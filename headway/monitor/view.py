@@ -84,8 +84,12 @@ def _evaluation(event: events.Evaluated) -> str:
     span = f" to {event.version_last}" if event.version_last > event.version else ""
     where = f"{event.label} training" if event.label in ("before", "after") else f"at step {event.version}{span}"
     failed = f", {event.num_failed} more without a verdict" if event.num_failed else ""
-    accuracy = number(event.accuracy, ".1%")
-    return f"held-out accuracy {accuracy} {where} ({event.num} problems{failed}, {event.seconds:.1f} s)"
+    of_tasks = "".join(f", {name} {number(share, '.1%')}" for name, share in event.tasks.items())
+    interval = f", 95% interval {event.interval[0]:.1%} to {event.interval[1]:.1%}" if event.interval else ""
+    return (
+        f"held-out accuracy {number(event.accuracy, '.1%')} {where} "
+        f"({event.num} problems{failed}{interval}{of_tasks}, {event.seconds:.1f} s)"
+    )
 
 
 class View(ABC):

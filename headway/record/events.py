@@ -269,6 +269,7 @@ class Evaluated(Event, frozen=True, kw_only=True):
     interval: tuple[float, float] | None = None  # 95%, of the accuracy
     pass_at: dict[str, float] = {}  # k to the estimate of pass@k
     tasks: dict[str, float | None] = {}  # of several tasks, each one's accuracy
+    intervals: dict[str, tuple[float, float] | None] = {}  # and its interval
     groups_at: Place | None = None  # the problems with their completions, as a batch; None: not recorded
 
 

@@ -52,6 +52,7 @@ class Evaluation:
             "interval": self.interval,
             "pass_at": {str(k): value for k, value in self.pass_at},
             "tasks": {task.source: task.accuracy for task in self.tasks},
+            "intervals": {task.source: task.interval for task in self.tasks},
         }
 
 

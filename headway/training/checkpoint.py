@@ -30,7 +30,7 @@ from headway.errors import CAUSE, ConfigError, HeadwayError, SaveFailed, transla
 from headway.files import fsync_directory
 from headway.weights.fingerprints import fingerprints
 
-SLOTS = ("a", "b")
+SLOTS, ADAPTER = ("a", "b"), "adapter"
 _TENSORS, _DESCRIPTION = "state.safetensors", "checkpoint.json"
 _INDEX = "model.safetensors.index.json"
 
@@ -221,6 +221,13 @@ def write_model_part(directory: Path, tensors: Mapping[str, Tensor], rank: int, 
             save_file(plain, unfinished / _model_file(rank, num_ranks), metadata={"format": "pt"})
 
 
+def write_adapter(directory: Path, write: Callable[[Path], None]) -> None:
+    """Have an adapter written into the directory `adapter` of a model."""
+    with _saving(directory) as unfinished:
+        (unfinished / ADAPTER).mkdir()
+        write(unfinished / ADAPTER)
+
+
 def describe_model(
     directory: Path, model: PreTrainedModel, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase, num_ranks: int
 ) -> None:
@@ -262,6 +269,7 @@ def discarded_if_unfinished(directory: Path) -> Iterator[None]:
 def check_replaceable(directory: Path) -> None:
     """Refuse to save a model over a directory that holds anything else, which would be deleted."""
     is_model = (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
+    is_model = is_model or (directory / ADAPTER / "adapter_config.json").is_file()
     is_empty = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
     if not (is_model or is_empty):
         raise ConfigError(

@@ -25,7 +25,6 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -38,7 +37,7 @@ from headway.model.device import DTYPES, find_device, make_repeatable
 from headway.model.loading import compile_blocks, load_model, model_shape, named_weights
 from headway.model.logprobs import Policy
 from headway.model.shape import flops
-from headway.model.sharding import full_tensor, local_rows, shard
+from headway.model.sharding import Masters, full_tensor, local_rows, shard
 from headway.model.tokenizer import load_tokenizer
 from headway.training import checkpoint
 from headway.training.algorithms.algorithm import Algorithm
@@ -55,14 +54,12 @@ from headway.training.batches import (
 from headway.training.checkpoint import CheckpointPart
 from headway.training.collective import Ranks, RankSpec, join
 from headway.training.companions import Companions
+from headway.training.lora import LoraMasters
 from headway.training.optimizer import SCALE_SHIFTS, adamw, gradient_scale, learning_rate
 from headway.training.state import HostCopy, lock_pages_early, restore, sample_weights, state_tensors
 from headway.types import Batch, Floats, Ints, Sample, Scores, StepReport, WeightUpdate
 from headway.weights.fingerprints import digest, fingerprints
-from headway.weights.publish import Publisher, as_part
-
-if TYPE_CHECKING:
-    from headway.weights.cuda import DevicePublisher
+from headway.weights.publish import as_part, open_publisher
 
 _SHARED_MEMORY = WeightsSection(transport="shared_memory")
 
@@ -105,15 +102,20 @@ class Trainer:
         self.worst_staleness = worst_staleness
         self.version = 0
         self._model_path, self._dtype = model.path, DTYPES[model.dtype]
+        self._writes_model = model.lora.merged or not model.lora.rank
         self.device = find_device("trainer.device", section.device, self._dtype)
         if deterministic:
             make_repeatable(self.device)
         self.ranks = join(spec, self.device) if spec else Ranks()
         self._publish_on_device = weights.transport == "cuda"
-        self._publisher = _make_publisher(self.device, weights, self.ranks)
+        part = "model" if self.ranks.num == 1 else f"rank-{self.ranks.rank}"
+        self._publisher = open_publisher(self.device, weights, part)
         self._model = load_model(model.path, torch.float32)
         self.policy = Policy(self._model, section.logprob_chunk).train()
-        self.masters = shard(self.policy, self._dtype, self.device)
+        if model.lora.rank:
+            self.masters: Masters = LoraMasters(self.policy, model.lora, model.path, self._dtype, self.device)
+        else:
+            self.masters = shard(self.policy, self._dtype, self.device)
         # What is compiled depends on the sizes seen first, which are others after a restart.
         if section.compile and self.device.type == "cuda" and self._dtype != torch.float32 and not deterministic:
             compile_blocks(self._model)
@@ -327,10 +329,12 @@ class Trainer:
     # Weights
 
     def published_weights(self) -> dict[str, Tensor]:
-        """The weights that engines receive from this rank: its rows of the cast tensors that the forward pass uses.
+        """What engines receive from this rank: its rows of the cast tensors that the forward pass uses, or the adapter.
 
         Tied tensors stay one tensor; those of which this rank has no rows are left out.
         """
+        if factors := self.masters.factors():
+            return factors
         rows: dict[int, Tensor] = {}
         for tensor in named_weights(self._model).values():
             if id(tensor) not in rows:
@@ -340,7 +344,8 @@ class Trainer:
 
     def publish(self) -> WeightUpdate:
         tensors = self.published_weights()
-        update = self._publisher.publish(self.version, self._to_publish(tensors))
+        base = self.masters.base(self._publish_on_device)
+        update = self._publisher.publish(self.version, self._to_publish(tensors), base)
         # A GPU hashes its values itself, so that the record does not depend on how they travel from there.
         is_hashed_here = self._publish_on_device or self.device.type == "cpu"
         prints = update.fingerprints if is_hashed_here else fingerprints(tensors, on_device=True)
@@ -441,8 +446,8 @@ class Trainer:
         """Copy this rank's tensors of the model, in the published type, to be written by `write_model` later."""
         self._model_copy = None
         owners = checkpoint.model_owners(self._model, self.ranks.num)
-        mine = {}
-        for name, parameter in self._model.named_parameters():
+        mine = self.masters.adapter()
+        for name, parameter in self._model.named_parameters() if self._writes_model else ():
             whole = full_tensor(parameter.detach())  # every rank takes part
             if owners[name] == self.ranks.rank:
                 mine[name] = whole.to(self._dtype)
@@ -457,8 +462,12 @@ class Trainer:
         await asyncio.to_thread(self._write_model, Path(directory), copied)
 
     def _write_model(self, directory: Path, copied: HostCopy) -> None:
-        checkpoint.write_model_part(directory, copied.tensors(), self.ranks.rank, self.ranks.num)
-        if self.ranks.rank == 0:
+        tensors = dict(copied.tensors())
+        if isinstance(self.masters, LoraMasters):
+            adapter = {name: tensors.pop(name) for name in self.masters.adapter()}
+            checkpoint.write_adapter(directory, partial(self.masters.write_adapter, adapter))
+        checkpoint.write_model_part(directory, tensors, self.ranks.rank, self.ranks.num)
+        if self.ranks.rank == 0 and self._writes_model:
             tokenizer = load_tokenizer(self._model_path)
             checkpoint.describe_model(directory, self._model, self._dtype, tokenizer, self.ranks.num)
 
@@ -469,15 +478,6 @@ def check_batch(batch: Batch, version: int, worst_staleness: int | None) -> None
     worst = max(batch.staleness, default=0)
     if worst_staleness is not None and worst > worst_staleness:
         raise InvariantBroken(f"a batch is {worst} versions stale, beyond the bound of {worst_staleness}")
-
-
-def _make_publisher(device: torch.device, weights: WeightsSection, ranks: Ranks) -> "Publisher | DevicePublisher":
-    if weights.transport != "cuda":
-        part = "model" if ranks.num == 1 else f"rank-{ranks.rank}"
-        return Publisher(weights.transports, weights.address, weights.dir, part)
-    from headway.weights.cuda import DevicePublisher
-
-    return DevicePublisher(device)
 
 
 def _read_back(outcomes: list[_Outcome]) -> tuple[dict[str, float], str]:

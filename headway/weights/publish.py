@@ -12,15 +12,20 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from headway.config import WeightsSection
 from headway.errors import InvariantBroken, RunFailed
 from headway.types import TensorInfo, WeightPlace, WeightUpdate
 from headway.weights.files import WeightFiles
 from headway.weights.fingerprints import bytes_of, digest, fingerprint, this_host
 from headway.weights.stream import LOOPBACK, WeightServer
+
+if TYPE_CHECKING:
+    from headway.weights.cuda import DevicePublisher
 
 _ALIGNMENT = 64
 
@@ -148,6 +153,15 @@ class Publisher:
             for buffer in self._buffers:
                 buffer.close()
             self._buffers.clear()
+
+
+def open_publisher(device: torch.device, section: WeightsSection, part: str) -> "Publisher | DevicePublisher":
+    """The publisher of the section's transports; "cuda" goes from GPU to GPU of this machine."""
+    if section.transport != "cuda":
+        return Publisher(section.transports, section.address, section.dir, part)
+    from headway.weights.cuda import DevicePublisher
+
+    return DevicePublisher(device)
 
 
 def as_part(update: WeightUpdate, rows: Mapping[str, tuple[range, int]]) -> WeightUpdate:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from headway.errors import InvariantBroken, WeightMismatch
 from headway.types import TensorInfo, WeightUpdate
+from headway.weights import lora
 from headway.weights.fingerprints import digest, fingerprints
 from headway.weights.ipc import release_other_publishers
-from headway.weights.receive import receive
+from headway.weights.receive import open_whole, receive
 
 
 class ShadowWeights:
@@ -29,12 +30,18 @@ class ShadowWeights:
         self._live_prints: dict[bool, dict[str, str]] = {}  # by whether a GPU computed them
         self._staged_prints: dict[bool, dict[str, str]] = {}
         self.staged_version: int | None = None
+        # With low-rank adapters, the base of each matrix that they change, and the digest of the whole base.
+        self._base: dict[str, Tensor] = {}
+        self._base_digest: dict[bool, str] = {}
 
     def stage(self, update: WeightUpdate) -> None:
         """Copy the update into the shadow set and check every byte of it; the live set is untouched."""
         self.staged_version, self._staged = None, {}
         parts = update.parts or (update,)
         on_device = parts[0].transport == "cuda"
+        if factors := lora.targets([info.name for info in update.pieces]):
+            self._stage_factors(update, factors, on_device)
+            return
         self._check_kinds(update)
         release_other_publishers(update)
         untouched = self._untouched(update, on_device) if update.kind == "adapter" else {}
@@ -51,6 +58,29 @@ class ShadowWeights:
         changed = {id(self._live[info.name]) for info in update.pieces}
         self._staged = {key: self._shadow[key] for key in changed}
         self._staged_prints = {on_device: untouched | found}
+        self.staged_version = update.version
+        self._base, self._base_digest = {}, {}
+
+    def _stage_factors(self, update: WeightUpdate, names: list[str], on_device: bool) -> None:
+        """Merge a low-rank adapter into its base, which the live weights were when the first one came."""
+        if on_device not in self._base_digest and not self._base:
+            self._base_digest[on_device] = digest(fingerprints(self._live, on_device))
+        if (ours := self._base_digest.get(on_device)) != update.base:
+            found = f"made for the base {update.base}, and the base here is {ours}"
+            raise WeightMismatch(f"version {update.version}: its adapter was {found}; load that one first")
+        factors = open_whole(update)
+        for name in names:
+            live, stem = self._live.get(name), name.removesuffix(".weight")
+            pair = [factors.get(stem + side) for side in (lora.A, lora.B)]
+            shape = tuple(live.shape) if live is not None else None
+            if pair[0] is None or pair[1] is None or (len(pair[1]), pair[0].shape[-1]) != shape:
+                raise WeightMismatch(f"version {update.version}: its adapter has {stem}, which does not fit the base")
+            assert live is not None
+            base = self._base.setdefault(name, live.detach().clone())
+            shadow = self._shadow.setdefault(id(live), torch.empty_like(live.data))
+            shadow.copy_(lora.merged(base, *(side.to(live.device) for side in pair if side is not None)))
+        self._staged = {id(self._live[name]): self._shadow[id(self._live[name])] for name in names}
+        self._staged_prints = {on_device: update.fingerprints}
         self.staged_version = update.version
 
     def _into(self, part: WeightUpdate) -> dict[str, Tensor]:

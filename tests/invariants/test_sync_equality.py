@@ -35,7 +35,7 @@ def verify(task, text):
 """
 
 
-def make_config(directory: Path, runtime: str, minibatches: int) -> Config:
+def make_config(directory: Path, runtime: str, minibatches: int, rank: int) -> Config:
     tokenizer = build_character_tokenizer("0123456789+=")
     init = InitSection(hidden_size=48, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=96)
     save_model(directory / "model", build_model(init, len(tokenizer), 0, 1, 96, seed=3), tokenizer)
@@ -43,7 +43,7 @@ def make_config(directory: Path, runtime: str, minibatches: int) -> Config:
     return validate(
         {
             "run": {"dir": str(directory / "run"), "steps": 4, "runtime": runtime, "deterministic": True, "seed": 5},
-            "model": {"path": str(directory / "model")},
+            "model": {"path": str(directory / "model"), "lora": {"rank": rank}},
             "task": {"train": f"{directory / 'task.py'}:rows", "verifier": f"{directory / 'task.py'}:verify"},
             "sampling": {"max_tokens": 40},
             "rollout": {"group_size": 4, "workers": 2 if runtime == "local" else 1},
@@ -62,11 +62,13 @@ def run_asynchronous(config: Config) -> list[Event]:
     return read(Path(config.run.dir) / "events.jsonl")
 
 
-@pytest.mark.parametrize(("runtime", "minibatches"), [("inline", 1), ("inline", 2), ("local", 2)])
+@pytest.mark.parametrize(
+    ("runtime", "minibatches", "rank"), [("inline", 1, 0), ("inline", 2, 0), ("inline", 2, 4), ("local", 2, 0)]
+)
 def test_invariant_4_eta_zero_equals_the_synchronous_loop_bit_for_bit(
-    tmp_path: Path, runtime: str, minibatches: int
+    tmp_path: Path, runtime: str, minibatches: int, rank: int
 ) -> None:
-    config = make_config(tmp_path, runtime, minibatches)
+    config = make_config(tmp_path, runtime, minibatches, rank)
     events = run_asynchronous(config)
     state, record = fold(events), Record(tmp_path / "run" / "record")
     expected: list[Step] = asyncio.run(SyncLoop(config).run())

@@ -14,7 +14,7 @@ from headway import cli
 from headway.errors import HeadwayError
 from headway.monitor.text import clean, duration, printable, sparkline
 from headway.monitor.view import LiveView, PlainView, describe, open_view
-from headway.record.events import Warned
+from headway.record.events import Evaluated, Warned
 from headway.record.phases import phase
 from headway.record.run import Run, fold
 
@@ -374,3 +374,12 @@ def test_rollout_refuses_an_output_in_a_missing_directory_before_any_work(tmp_pa
     path = write_config(tmp_path, tiny_model)
     result = CliRunner().invoke(cli.app, ["rollout", str(path), "--out", str(tmp_path / "no" / "groups.jsonl")])
     assert isinstance(result.exception, HeadwayError) and "must be a directory" in str(result.exception)
+
+
+def test_an_evaluation_of_several_tasks_tells_each_and_the_interval():
+    event = Evaluated(
+        seq=1, time=2.0, label="after", version=3, version_last=3, accuracy=0.5, num=664, mean_tokens=9.0, seconds=2.0,
+        interval=(0.46, 0.54), tasks={"mbpp": 0.51, "humaneval": None},
+    )  # fmt: skip
+    (line,) = [line for line in plain_lines([event]) if "held-out" in line]
+    assert "50.0% after training (664 problems, 95% interval 46.0% to 54.0%, mbpp 51.0%, humaneval -, 2.0 s)" in line
