@@ -31,7 +31,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
     parser.add_argument("--count", type=int, default=200, help="how many scenarios")
     parser.add_argument("--seed", type=int, default=0, help="what everything is drawn from")
-    parser.add_argument("--only", default="", help="only scenarios whose name has all these words: 'ray engine kill'")
+    parser.add_argument("--only", default="", help="only those named with all these words: 'ray engine kill | outage'")
     parser.add_argument("--first", type=int, default=0, help="leave out scenarios before this number")
     parser.add_argument("--scenario", type=int, help="play the one of this number, after those before it in its run")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side; Ray's and vLLM's take turns")
@@ -172,7 +172,7 @@ def main() -> int:
         runs = [draw(told.seed, told.scenario)]
         if (runs[0][0].run.runtime, runs[0][0].run.engine) not in runnable():
             return 1
-    home = Path(tempfile.mkdtemp(prefix="chaos-"))
+    home = Path(tempfile.mkdtemp(prefix="hc-", dir="/tmp"))
     if not can_mount(home):
         say("only root can make a small disk: none gets full")
         runs = [run for run in runs if not run[0].run.has_small_disk]

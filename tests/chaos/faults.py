@@ -14,11 +14,17 @@ from pathlib import Path
 
 import psutil
 
-from chaos.scenario import Scenario
+from chaos.scenario import NUM_STEPS, Scenario
+from headway.control import resize
+from headway.record.events import Event
+from headway.record.log import EVENTS_NAME, read
 
 INSIDE = Path(__file__).parent / "inside"
-TRIGGER, DONE = "harm-now", "harm-done"
-FOUND_S = 60.0
+TRIGGER, DONE, POISON, POISONED = "harm-now", "harm-done", "poison", "poisoned"
+OUTAGE, EVALUATING = "outage", "evaluating"
+MARK = "HEADWAY_CHAOS"
+"""An environment variable that every process of a run inherits: the directory of the run."""
+FOUND_S = 180.0
 _SLOW_S, _STOPPED_S, _RUNNING_S = 4.0, 0.08, 0.03
 _DISK_MB = 24
 
@@ -27,7 +33,11 @@ _FROM_INSIDE = {
     ("weights", "corrupt"): ("engine", "flip"),
     ("weights", "cut"): ("trainer", "break"),
     ("verifier", "corrupt"): ("verifier", "nonsense"),
+    ("trainer", "memory"): ("trainer", "memory"),
 }
+
+SIGNALS = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "hangup": signal.SIGHUP}
+"""What ends a run in order."""
 
 _KIND_OF_WORKER = {"rank": "trainer", "verifier": "reward", "driver": "ray", "server": "engine", "keeper": "rollout"}
 """Which worker is the victim, or has it below or above itself, where the word is another."""
@@ -64,13 +74,27 @@ def worker_name(scenario: Scenario, kind: str = "") -> str:
 
 
 def processes_in(directory: Path) -> list[psutil.Process]:
-    """Whatever runs in the run's directory, on whichever node: every process of a run is started there."""
+    """Whatever runs in the run's directory, on whichever node, or was started by the run, wherever it went."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if process.cwd() == str(directory) and process.status() != psutil.STATUS_ZOMBIE:
+            if process.status() != psutil.STATUS_ZOMBIE and (
+                process.cwd() == str(directory) or process.environ().get(MARK) == str(directory)
+            ):
                 found.append(process)
     return found
+
+
+def unused(segments: list[str]) -> list[str]:
+    """The shared-memory segments that no process has mapped or open: nobody will remove them."""
+    if not segments:
+        return []
+    seen = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            seen |= {path for path in segments if path in Path(f"/proc/{process.pid}/maps").read_text()}
+            seen |= {Path(file.path).name for file in process.open_files() if file.path.startswith("/dev/shm/")}
+    return [f"/dev/shm/{path}" for path in segments if path not in seen and Path("/dev/shm", path).exists()]
 
 
 def find(scenario: Scenario, directory: Path) -> psutil.Process | None:
@@ -199,8 +223,13 @@ def damage_checkpoint(run: Path, draw: int, torn: bool) -> str:
 
 def harm(scenario: Scenario, directory: Path, run: Path, alive: Callable[[], bool], health_s: float) -> str:
     """Do it; returns what was done. What lasts for a while goes on in a thread."""
-    if from_inside(scenario) is not None:
-        return _trigger(scenario, directory, alive)
+    if (by := from_inside(scenario)) is not None:
+        done = _trigger(*by, scenario, directory, alive)
+        return _kill_after_memory(scenario, directory, run, alive) if scenario.fault == "memory" else done
+    if scenario.fault in _AT_LENGTH:
+        return _AT_LENGTH[scenario.fault](scenario, directory, run, alive)
+    if scenario.moment:
+        _await_moment(scenario, directory, run, alive, health_s)
     if scenario.victim == "disk":
         fill(run.parent)
         return "filled the disk"
@@ -234,9 +263,15 @@ def _named(directory: Path, name: str) -> psutil.Process | None:
 def _signal(scenario: Scenario, process: psutil.Process, health_s: float) -> str:
     what = f"{worker_name(scenario)} ({process.pid})"
     lasting: tuple[Callable[..., None], tuple[object, ...]] | None = None
-    if scenario.fault == "kill":
+    if scenario.way == "kill":
         with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
+    elif scenario.fault in SIGNALS:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(SIGNALS[scenario.fault])
+            if scenario.draw % 3 == 0:  # an impatient person
+                time.sleep(random.Random(scenario.draw).uniform(0.0, 1.0))
+                process.send_signal(SIGNALS[scenario.fault])
     elif scenario.fault == "hang" and scenario.victim != "controller":
         with suppress(psutil.NoSuchProcess):
             process.suspend()
@@ -259,21 +294,122 @@ def _no_room(process: psutil.Process, seconds: float = _SLOW_S) -> None:
         process.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
 
 
-def _trigger(scenario: Scenario, directory: Path, alive: Callable[[], bool]) -> str:
+def _trigger(worker: str, what: str, scenario: Scenario, directory: Path, alive: Callable[[], bool]) -> str:
     """Have a worker harm itself; returns when it has begun to."""
-    found = from_inside(scenario)
-    assert found is not None
     (directory / DONE).unlink(missing_ok=True)
-    plan = {"worker": found[0], "harm": found[1], "draw": scenario.draw}
+    plan = {"worker": worker, "harm": what, "draw": scenario.draw, "number": scenario.number}
     (directory / "plan").write_text(json.dumps(plan))
     (directory / "plan").rename(directory / TRIGGER)
-    deadline = time.monotonic() + FOUND_S
-    while not (directory / DONE).exists():
+    try:
+        _await((directory / DONE).exists, alive)
+    except NotDone:
+        (directory / TRIGGER).unlink(missing_ok=True)
+        raise
+    return f"{what} inside {worker}"
+
+
+def _await(happened: Callable[[], object], alive: Callable[[], bool], seconds: float = FOUND_S) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
         if not alive() or time.monotonic() > deadline:
-            (directory / TRIGGER).unlink(missing_ok=True)
             raise NotDone
         time.sleep(0.01)
-    return f"{found[1]} inside {found[0]}"
+
+
+# At a moment
+
+
+def _await_moment(scenario: Scenario, directory: Path, run: Path, alive: Callable[[], bool], health_s: float) -> None:
+    rng = random.Random(scenario.draw)
+    if scenario.moment in ("starting", "resuming"):
+        wait_for(lambda: find(scenario, directory), alive)
+        time.sleep(rng.choice((0.0, rng.uniform(0.0, 2 * health_s))))
+    elif scenario.moment == "saving":
+        # Its file is there and its description is not, or the older slot is gone and the new one has no name.
+        place = rng.choice(("controller", worker_name(scenario, "trainer")))
+        _trigger(place, "linger", scenario, directory, alive)
+    elif scenario.moment == "evaluating":
+        (directory / EVALUATING).unlink(missing_ok=True)
+        _await((directory / EVALUATING).exists, alive)
+    elif scenario.moment == "ending" and scenario.is_last:
+        _await(lambda: any(event.kind == "trained" and event.version == NUM_STEPS for event in _log(run)), alive)
+    elif scenario.moment == "ending":
+        wait_for(lambda: _named(directory, "controller"), alive).terminate()
+        time.sleep(rng.uniform(0.0, 1.0))
+
+
+def _log(run: Path) -> list[Event]:
+    return read(run / EVENTS_NAME) if (run / EVENTS_NAME).exists() else []
+
+
+# In several acts
+
+
+def _kill_after_memory(scenario: Scenario, directory: Path, run: Path, alive: Callable[[], bool]) -> str:
+    """Once training goes on in smaller micro-batches, whoever knows their size is killed."""
+
+    def goes_on() -> bool:
+        steps = [event for event in _log(run) if event.kind == "trained"]
+        return len({step.metrics.get("token_budget") for step in steps[-20:]}) > 1
+
+    _await(goes_on, alive)
+    name = "controller" if scenario.draw % 2 else worker_name(scenario, "trainer")
+    wait_for(lambda: _named(directory, name), alive).kill()
+    return f"ran out of memory, killed {name}"
+
+
+def _join(scenario: Scenario, directory: Path, run: Path, alive: Callable[[], bool]) -> str:
+    """One engine more is asked for; when it starts, or as it begins to serve, an engine is killed."""
+    kinds = [event.kind for event in _log(run)]
+    this_life = kinds[len(kinds) - kinds[::-1].index("resume_started") :] if "resume_started" in kinds else kinds
+    count = scenario.run.engines + this_life.count("engine_joined") - this_life.count("engine_left")
+    resize.ask(run, EVENTS_NAME, count + 1)
+    joiner = f"engine-{count}"
+    if scenario.draw % 3:
+        num_joined = kinds.count("engine_joined")
+        _await(lambda: sum(event.kind == "engine_joined" for event in _log(run)) > num_joined, alive)
+    process = wait_for(lambda: _named(directory, joiner), alive)
+    if scenario.draw % 3 != 2:
+        process = wait_for(lambda: find(scenario, directory), alive)
+    time.sleep(random.Random(scenario.draw).choice((0.0, 0.05, 0.5)))
+    with suppress(psutil.NoSuchProcess):
+        process.kill()
+    return f"{joiner} joined, killed {joiner if scenario.draw % 3 == 2 else worker_name(scenario)}"
+
+
+def _outage(scenario: Scenario, directory: Path, run: Path, alive: Callable[[], bool]) -> str:
+    """No verdict succeeds until the run has said that it admits the failed prompts again, and a little longer."""
+    num_before = sum(event.kind == "requeued" for event in _log(run))
+    (directory / OUTAGE).touch()
+    try:
+        with suppress(NotDone):  # a run without a single verdict yet may end instead
+            _await(lambda: sum(event.kind == "requeued" for event in _log(run)) > num_before, alive)
+            time.sleep(random.Random(scenario.draw).uniform(0.0, 4.0))
+    finally:
+        (directory / OUTAGE).unlink()
+    return "every verdict failed for a while"
+
+
+def _poison(scenario: Scenario, directory: Path, run: Path, alive: Callable[[], bool]) -> str:
+    """A request that is still to come, on whichever engine."""
+    (directory / POISONED).unlink(missing_ok=True)
+    newest = max((event.group for event in _log(run) if event.kind == "admitted"), default=-1)
+    plan = {"group": newest + 4 + scenario.draw % 5, "trajectory": scenario.draw % 3}
+    (directory / "plan").write_text(json.dumps(plan))
+    (directory / "plan").rename(directory / POISON)
+    _await((directory / POISONED).exists, alive)
+    _await(lambda: _has_left(plan["group"], _log(run)), alive)
+    return f"no log-prob of trajectory {plan['trajectory']} of group {plan['group']} was a number"
+
+
+def _has_left(group: int, events: list[Event]) -> bool:
+    return any(
+        (event.kind == "finished" and event.group == group) or (event.kind == "dropped" and group in event.groups)
+        for event in events
+    )
+
+
+_AT_LENGTH = {"join": _join, "outage": _outage, "poison": _poison}
 
 
 def repair(scenario: Scenario, run: Path) -> None:
@@ -284,6 +420,9 @@ def repair(scenario: Scenario, run: Path) -> None:
 
 def names_cause(scenario: Scenario, cause: str) -> bool:
     """Whether a sentence says who or what was the trouble."""
+    is_stopped = scenario.fault in SIGNALS or scenario.moment == "ending"
+    if is_stopped and "stopped after" in cause:
+        return True
     words = {
         "weights": "version|weights|engine",
         "disk": "cannot write|could not be written|No space",
@@ -303,5 +442,5 @@ def lost_worker(scenario: Scenario) -> str:
         noticed = ("kill", "hang", "partition", "deaf", "corrupt")
         name = worker_name(scenario)
         name = "trainer" if name.startswith("trainer") else name
-        return name if scenario.fault in noticed else ""
+        return name if scenario.way in noticed and scenario.moment != "ending" else ""
     return ""

@@ -11,11 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from system import HeadwayProcess, events_of, run_inline, write_config
+from system import HeadwayProcess, events_of, headway, run_inline, write_config
 
-from chaos.faults import INSIDE, NotDone, harm, lost_worker, names_cause, processes_in, repair, small_disk
-from chaos.scenario import BATCH_GROUPS, FAULTS_PER_RUN, NUM_STEPS, STEPS_PER_FAULT, Run, Scenario
-from chaos.verdict import problems_of, problems_of_the_end
+from chaos.faults import (
+    INSIDE,
+    MARK,
+    SIGNALS,
+    NotDone,
+    harm,
+    lost_worker,
+    names_cause,
+    processes_in,
+    repair,
+    small_disk,
+    unused,
+)
+from chaos.scenario import BATCH_GROUPS, FAULTS_PER_RUN, NUM_STEPS, OTHER_OUTCOME, STEPS_PER_FAULT, Run, Scenario
+from chaos.verdict import problems_of, problems_of_a_stop, problems_of_the_end
 from headway.config import Config, load
 from headway.record.events import Event
 from headway.record.log import read
@@ -30,7 +42,14 @@ HERE = Path(__file__).parent
 def rows():
     return [{"prompt": f"{a}+{b}=", "answer": str((a + b) % 10)} for a in range(5) for b in range(5)]
 
+def held_out():
+    return [{"prompt": f"{a}+{a}=", "answer": str(2 * a % 10), "is_held_out": True} for a in range(6)]
+
 def verify(task, text):
+    if "is_held_out" in task:
+        (HERE / "evaluating").touch()
+    if (HERE / "outage").exists():
+        raise ConnectionError("the judge is away")
     time.sleep(float((HERE / "pace").read_text() or 0))
     try:
         if json.loads((HERE / "harm-now").read_text())["worker"] == "verifier":
@@ -105,6 +124,7 @@ class Verdict:
 
 def sections(run: Run, world: World, directory: Path) -> dict[str, dict[str, Any]]:
     task = directory / "task.py"
+    held_out = f"{task}:held_out" if run.evaluates else ""
     engine: dict[str, Any] = {"count": run.engines, "kv_on_swap": run.kv_on_swap, "chunk_tokens": 4}
     if run.engine == "vllm":
         from vllm_servers import ARGS
@@ -119,7 +139,7 @@ def sections(run: Run, world: World, directory: Path) -> dict[str, dict[str, Any
             "deterministic": run.engine != "vllm",
             "deadline_s": world.deadline_s(run),
         },
-        "task": {"train": f"{task}:rows", "eval": "", "verifier": f"{task}:verify"},
+        "task": {"train": f"{task}:rows", "eval": held_out, "verifier": f"{task}:verify"},
         "sampling": {"max_tokens": 24},
         "rollout": {"group_size": 3, "workers": run.rollouts},
         "engine": engine,
@@ -128,6 +148,7 @@ def sections(run: Run, world: World, directory: Path) -> dict[str, dict[str, Any
         "trainer": {"batch_groups": BATCH_GROUPS, "ranks": run.ranks, "token_budget": 256, "threads": 1},
         "weights": {"transport": run.transport},
         "checkpoint": {"every": run.checkpoint_every},
+        "evaluate": {"every": 3 if run.evaluates else 0},
         "metrics": {"tensorboard": False, "stats_every_s": 0.2},
     }
     if run.runtime == "ray":
@@ -143,7 +164,7 @@ def undisturbed_digest(home: Path, model: str) -> str:
     home.mkdir()
     (home / "task.py").write_text(TASK)
     (home / "pace").write_text("0")
-    plain = Run(0, 0, "inline", "embedded", 0, 1, 1, 1, "auto", "recompute", 50, False)
+    plain = Run(0, 0, "inline", "embedded", 0, 1, 1, 1, "auto", "recompute", 50, False, False)
     config = load(write_config(home, model, **sections(plain, World(home, {}, {}, 30.0, 600.0), home)))
     run_inline(config)
     return fold(events_of(config)).digests[NUM_STEPS]
@@ -164,6 +185,10 @@ class Play:
         self.directory.mkdir()
         (self.directory / "task.py").write_text(TASK)
         (self.directory / "chaos").touch()  # whereby those who can harm themselves know that they may
+        # Short: with a longer name, the sockets would be made elsewhere.
+        self.scratch = world.home / f"t{scenarios[0].number:04d}"
+        self.scratch.mkdir()
+        self._shared_memory = set(os.listdir("/dev/shm"))
         self.pace(_USUAL_S)
         self.path = write_config(self.directory, world.models[self.run.engine], **self._sections())
         self.config: Config = load(self.path)
@@ -221,8 +246,19 @@ class Play:
     def _play(self, scenario: Scenario, verdict: Verdict, first: int) -> None:
         if self.process is None:
             self._start()
+            is_new = True
+        else:
+            is_new = False
         try:
-            self._await_moment(first, scenario)
+            if scenario.moment == "resuming" or (scenario.moment == "starting" and not is_new):
+                self._await_moment(first, scenario)
+                self._leave()
+                verdict.problems += self.left_behind()
+                self._start()
+            elif scenario.moment != "starting":
+                self._await_moment(first, scenario)
+            if scenario.moment == "ending" and scenario.is_last:
+                self.pace(0)
             # One that was lost already is not lost again when a fault hits it on its way out, or back.
             was_down = is_down(lost_worker(scenario), self.events())
             verdict.when = time.time()
@@ -239,8 +275,8 @@ class Play:
         if ended and verdict.passed and verdict.outcome != "finished":
             self._start()
             before = fold(self.events()).num_trained
-            if not self._await_recovery(scenario, len(self.events()), before, noticed=False):
-                verdict.problems.append(f"the resumed run ended:\n{tail(self._output)}")
+            if not self._await_recovery(scenario, len(self.events()), before, noticed=False) and self._code:
+                verdict.problems.append(f"the resumed run ended ({self._code}):\n{tail(self._output)}")
             self._judge(verdict, first)
             verdict.outcome = f"{verdict.outcome}, resumed"
 
@@ -249,13 +285,19 @@ class Play:
         path = os.pathsep.join([str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])])
         # When it ended before its first event there is nothing to resume.
         arguments = ["--resume"] if self.events() else []
+        env = {"PYTHONPATH": path, "TMPDIR": str(self.scratch), MARK: str(self.directory)}
         self.process = HeadwayProcess(
-            "train", self.path, *arguments, run=self.run_directory, cwd=self.directory, env={"PYTHONPATH": path}
+            "train", self.path, *arguments, run=self.run_directory, cwd=self.directory, env=env
         )
 
     def _alive(self) -> bool:
         assert self.process is not None
         return self.process.process.poll() is None
+
+    @property
+    def _code(self) -> int | None:
+        assert self.process is not None
+        return self.process.process.poll()
 
     @property
     def _output(self) -> str:
@@ -330,12 +372,22 @@ class Play:
         if code == 0:
             # It went on so well without the victim that it was done before it noticed.
             verdict.outcome = "finished"
-            verdict.problems += problems_of_the_end(self.config, self.events(), self._digest)
+            verdict.problems += self._problems_of_the_end()
             return
         verdict.outcome, verdict.cause = "ended", self._cause()
         lasting = self._lasting(scenario)
         if not any(names_cause(one, verdict.cause) for one in (scenario, *lasting)):
             verdict.problems.append(f"it ended ({code}) without naming the cause:\n{tail(self._output)}")
+
+        if scenario.fault in SIGNALS:
+            verdict.problems += problems_of_a_stop(self.events(), self.run_directory, scenario.draw % 3 == 0)
+
+    def _problems_of_the_end(self) -> list[str]:
+        found = problems_of_the_end(self.config, self.events(), self._digest)
+        report = headway("report", self.run_directory)
+        if report.returncode:
+            found.append(f"headway report cannot read what is left:\n{tail(report.stdout + report.stderr)}")
+        return found
 
     def _cause(self) -> str:
         lines = [line for line in self._output.splitlines() if line.startswith("error: ")]
@@ -356,7 +408,7 @@ class Play:
             verdict.problems.append(f"the run did not come to its end:\n{tail(self._output)}")
         self._judge(verdict, first)
         verdict.problems += self.left_behind()
-        verdict.problems += problems_of_the_end(self.config, self.events(), self._digest)
+        verdict.problems += self._problems_of_the_end()
 
     def _await_end(self) -> int:
         assert self.process is not None
@@ -368,20 +420,27 @@ class Play:
     @property
     def _digest(self) -> str:
         """Of the weights that this run must come to, if there is one outcome."""
-        has_one = self.run.eta == 0 and self.run.engine == "embedded" and self.run.ranks == 1
+        is_plain = OTHER_OUTCOME.isdisjoint(one.fault for one in self.scenarios)
+        has_one = is_plain and self.run.eta == 0 and self.run.engine == "embedded" and self.run.ranks == 1
         return self.world.digest if has_one else ""
 
     def left_behind(self) -> list[str]:
-        """Processes of a run that has ended which are still there after a while; they are killed."""
+        """What is still there a while after the run has ended: processes, which are killed, temporary files, memory."""
         deadline = time.monotonic() + _LEFT_S
-        while (left := processes_in(self.directory)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        found = []
-        for process in left:
+        while (left := self._left()) != ([], []) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        processes, files = left
+        found = [f"left behind: {file}" for file in files]
+        for process in processes:
             with suppress(psutil.NoSuchProcess):
                 found.append(f"left behind: {' '.join(process.cmdline())[:200]}")
                 process.kill()
         return found
+
+    def _left(self) -> tuple[list[psutil.Process], list[str]]:
+        segments = sorted(set(os.listdir("/dev/shm")) - self._shared_memory) if self.run.runtime == "local" else []
+        files = [*map(str, self.scratch.iterdir()), *unused(segments)]
+        return processes_in(self.directory), files
 
 
 def tail(output: str, lines: int = 12) -> str:

@@ -11,16 +11,20 @@ from typing import Any
 FAULTS_PER_RUN = 4
 STEPS_PER_FAULT = 30
 NUM_STEPS = FAULTS_PER_RUN * STEPS_PER_FAULT
+OTHER_OUTCOME = {"outage", "poison", "memory"}
+"""Faults after which other groups are trained, or other micro-batches: also at η = 0, other weights are the end."""
 BATCH_GROUPS = 3
 
 LOCAL: dict[str, str] = {
-    "engine": "kill hang slow corrupt partition deaf cut",
-    "rollout": "kill hang slow partition cut",
-    "reward": "kill hang slow partition cut",
-    "verifier": "kill hang corrupt",
-    "trainer": "kill hang slow partition cut full",
-    "rank": "kill hang",
-    "controller": "kill hang slow",
+    "engine": "kill hang slow corrupt partition deaf cut join kill-starting kill-evaluating kill-ending kill-resuming",
+    "rollout": "kill hang slow partition cut kill-starting kill-evaluating",
+    "reward": "kill hang slow partition cut outage kill-starting kill-ending",
+    "verifier": "kill hang corrupt kill-evaluating",
+    "request": "poison",
+    "trainer": "kill hang slow partition cut full memory kill-starting kill-saving kill-ending kill-resuming",
+    "rank": "kill hang kill-saving",
+    "controller": "kill hang slow interrupt terminate hangup"
+    " kill-starting kill-saving kill-evaluating kill-ending kill-resuming",
     "weights": "corrupt cut",
     "checkpoint": "corrupt torn",
     "record": "torn",
@@ -28,7 +32,10 @@ LOCAL: dict[str, str] = {
 }
 """Who can be hit, and by what: a process ends (kill), stands still (hang, slow), answers nonsense (corrupt), its
 channels lose all bytes (partition; deaf: all but the controller's) or break (cut); a file is damaged (corrupt), ends
-early (torn), cannot be written (full)."""
+early (torn), cannot be written (full). An engine joins late and another is lost (join); every verdict fails for a while
+(outage); one request has log-probs that are no numbers on every engine (poison); training runs out of memory, and a
+process is killed when it has gone on (memory). A kill may come at a moment: while the run starts, resumes, saves a
+checkpoint, evaluates or ends."""
 
 RAY: dict[str, str] = {
     "engine": "kill hang corrupt partition",
@@ -86,6 +93,7 @@ class Run:
     kv_on_swap: str
     checkpoint_every: int
     has_small_disk: bool
+    evaluates: bool
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,20 @@ class Scenario:
         return self.run.runtime, self.run.engine, self.victim, self.fault
 
     @property
+    def is_last(self) -> bool:
+        return self.number % FAULTS_PER_RUN == FAULTS_PER_RUN - 1
+
+    @property
+    def way(self) -> str:
+        """The fault, without its moment."""
+        return self.fault.split("-")[0]
+
+    @property
+    def moment(self) -> str:
+        """What the run is doing when the fault comes, if that is not a matter of chance."""
+        return self.fault.partition("-")[2]
+
+    @property
     def name(self) -> str:
         return f"{self.run.runtime}/{self.run.engine}: {self.victim} {self.fault}"
 
@@ -118,7 +140,7 @@ def draw_run(seed: int, number: int) -> list[Scenario]:
     lot = lot_of(seed, number)
     # Every fault of the lot comes up once before any comes a second time.
     place = FAULTS_PER_RUN * sum(lot_of(seed, earlier) == lot for earlier in range(number))
-    hits = [_hit(seed, lot, place + turn) for turn in range(FAULTS_PER_RUN)]
+    hits = sorted((_hit(seed, lot, place + turn) for turn in range(FAULTS_PER_RUN)), key=_turn)
     rng = random.Random(f"{seed} run {number}")
     run = Run(
         seed=seed,
@@ -133,6 +155,7 @@ def draw_run(seed: int, number: int) -> list[Scenario]:
         kv_on_swap=rng.choice(("recompute", "keep", "drain")),
         checkpoint_every=rng.choice((1, 2, 5)),
         has_small_disk=("disk", "full") in hits,
+        evaluates=any(fault.endswith("-evaluating") for _, fault in hits),
     )
     return [_scenario(rng, run, turn, *hit) for turn, hit in enumerate(hits)]
 
@@ -164,6 +187,12 @@ def _hit(seed: int, lot: tuple[str, str], place: int) -> tuple[str, str]:
     return _shuffled(kinds, f"{seed} {lot} {again}")[index]
 
 
+def _turn(hit: tuple[str, str]) -> int:
+    """A kill during the start comes first where it can, one at the end last."""
+    moment = hit[1].partition("-")[2]
+    return {"starting": 0, "ending": 2}.get(moment, 1)
+
+
 def _transport(rng: random.Random, lot: tuple[str, str], hits: list[tuple[str, str]]) -> str:
     drawn = rng.choice(("auto", "stream", "disk"))
     if ("weights", "cut") in hits:
@@ -185,10 +214,13 @@ def draw(seed: int, number: int) -> list[Scenario]:
 def draw_runs(
     seed: int, num: int, runnable: set[tuple[str, str]], only: str = "", first: int = 0
 ) -> list[list[Scenario]]:
-    """The next `num` scenarios that can be played here and whose names have every word of `only`, by run."""
+    """The next `num` scenarios that can be played here, by run; of those whose names have every word of `only`, or of
+    one of the alternatives that it names with `|` between them."""
+    ways = [way.split() for way in only.split("|")]
     runs: list[list[Scenario]] = []
     for scenarios in (draw_run(seed, number) for number in range(first // FAULTS_PER_RUN, first + 1000 + 10 * num)):
-        fitting = [one for one in scenarios if one.number >= first and all(word in one.name for word in only.split())]
+        later = [one for one in scenarios if one.number >= first]
+        fitting = [one for one in later if any(all(word in one.name for word in way) for way in ways)]
         if (scenarios[0].run.runtime, scenarios[0].run.engine) in runnable and fitting:
             runs.append(fitting[: num - sum(map(len, runs))])
         if sum(map(len, runs)) == num:

@@ -76,7 +76,7 @@ def test_what_a_fault_needs_its_run_has() -> None:
 
 
 def test_only_some_are_drawn_where_asked_and_none_that_cannot_be_played() -> None:
-    assert {one.fault for one in drawn(5, only="engine kill")} == {"kill"}
+    assert {one.way for one in drawn(5, only="engine kill")} == {"kill"}
     local = [one for run in draw_runs(0, 50, {("local", "embedded")}) for one in run]
     assert {one.kind[:2] for one in local} == {("local", "embedded")} and len(local) == 50
 
@@ -90,7 +90,7 @@ def test_each_fault_has_a_victim_by_name() -> None:
             "verifier",
         )
         if (inside := from_inside(one)) is not None:
-            assert inside[1] in ("partition", "deaf", "cut", "nonsense", "flip", "break")
+            assert inside[1] in ("partition", "deaf", "cut", "nonsense", "flip", "break", "memory")
         assert lost_worker(one) == "" or lost_worker(one).split("-")[0] in ("engine", "rollout", "reward", "trainer")
 
 
@@ -138,7 +138,8 @@ def test_a_run_without_faults_has_no_problems(played: tuple[Config, int]) -> Non
         (lambda events: doctored(events, "trained", 2, tokens=1), "the ledger"),
         (lambda events: doctored(events, "trained", 2, staleness_max=9), "versions"),
         (lambda events: doctored(events, "trained", 3, staleness_max=-1), "the record: .* staleness . is not told"),
-        (lambda events: doctored(events, "finished", 2, tokens=10_000), "the record: group .* another number"),
+        (lambda events: doctored(events, "admitted", 9, version=3), "the record: group .* met version"),
+        (lambda events: doctored(events, "finished", 2, lengths=(10_000,)), "the record: group .* another number"),
     ],
 )
 def test_a_doctored_log_is_found_out(

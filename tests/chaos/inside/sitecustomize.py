@@ -1,7 +1,8 @@
 """Harm from inside a worker: Python imports this at the start of every process whose PYTHONPATH has this directory.
 
-A file `harm-now` in a run's directory says which worker is to go wrong and how; that worker renames it to `harm-done`
-and does. Everywhere else this does nothing.
+A file `harm-now` in a run's directory says which process is to go wrong and how; that worker, or the controller,
+renames it to `harm-done` and does. A file `poison` names a request that no engine can answer with numbers. Everywhere
+else this does nothing.
 """
 
 import json
@@ -10,24 +11,33 @@ import sys
 import threading
 import time
 
-TRIGGER, DONE = "harm-now", "harm-done"
+TRIGGER, DONE, POISON, POISONED = "harm-now", "harm-done", "poison", "poisoned"
 CONNECTIONS = []
 """To this worker, in the order in which they were made: the first is the controller's."""
 
 
-def _worker_name():
+def _name():
+    """Of this worker, or of the controller."""
     words = sys.orig_argv
-    return words[words.index("headway.runtime.worker") + 1] if "headway.runtime.worker" in words else ""
+    if "headway.runtime.worker" in words:
+        return words[words.index("headway.runtime.worker") + 1]
+    return "controller" if "headway.cli" in words else ""
 
 
 def _wait_and_harm(name):
+    done, is_poisoned = None, False
     while True:
         time.sleep(0.01)
         try:
+            if not is_poisoned and name.startswith("engine") and os.path.exists(POISON):
+                is_poisoned = True
+                _poison()
             with open(TRIGGER) as file:
                 plan = json.load(file)
-            if plan["worker"] == name:
-                os.rename(TRIGGER, DONE)
+            if plan["worker"] == name and plan["number"] != done:
+                done = plan["number"]
+                if plan["harm"] not in LATER:
+                    os.rename(TRIGGER, DONE)
                 HARMS[plan["harm"]](plan)
         except FileNotFoundError:
             pass
@@ -102,6 +112,76 @@ def _talk_nonsense(plan):
     engine.generate = nonsense
 
 
+def _poison():
+    """Of one request, on every engine: its activations are no numbers."""
+    from dataclasses import replace
+
+    import numpy as np
+
+    engine = _loaded_engine()
+    generate = engine.generate
+
+    async def poisoned(self, request):
+        async for item in generate(self, request):
+            # Read each time: the next plan is of another request.
+            with open(POISON) as file:
+                plan = json.load(file)
+            key = request.key
+            if key.stream == "train" and (key.group, key.trajectory) == (plan["group"], plan["trajectory"]):
+                item = replace(item, logprobs=np.full_like(item.logprobs, np.nan))
+                open(POISONED, "w").close()
+            yield item
+
+    engine.generate = poisoned
+
+
+# Training
+
+
+def _run_out_of_memory(plan):
+    """Once, in one of the next backward passes."""
+    import torch
+
+    backward, left = torch.Tensor.backward, [1 + plan["draw"] % 3]
+
+    def failing(self, *args, **kwargs):
+        left[0] -= 1
+        if left[0] == 0:
+            os.rename(TRIGGER, DONE)
+            raise torch.OutOfMemoryError("no memory is left (chaos)")
+        return backward(self, *args, **kwargs)
+
+    torch.Tensor.backward = failing
+
+
+def _linger(plan):
+    """In the middle of the next checkpoint, for long enough to be killed there."""
+    import shutil
+
+    from headway.training import checkpoint
+
+    write_part, replace, left = checkpoint.write_part, checkpoint.replace, [1]
+
+    def wait():
+        if left:
+            left.pop()
+            os.rename(TRIGGER, DONE)
+            time.sleep(10)
+
+    def written(*args):
+        part = write_part(*args)
+        wait()
+        return part
+
+    def replaced(unfinished, directory):
+        if left:
+            shutil.rmtree(directory, ignore_errors=True)
+        wait()
+        replace(unfinished, directory)
+
+    checkpoint.write_part, checkpoint.replace = written, replaced
+
+
 # Weights
 
 
@@ -150,8 +230,13 @@ HARMS = {
     "nonsense": _talk_nonsense,
     "flip": _flip_a_bit,
     "break": _break_transfers,
+    "memory": _run_out_of_memory,
+    "linger": _linger,
 }
+LATER = {"memory", "linger"}
+"""What is done only when it comes to that."""
 
-if (_name := _worker_name()) and os.path.exists("chaos"):  # what a run's directory has, and no other
-    _watch_connections()
-    threading.Thread(target=_wait_and_harm, args=(_name,), daemon=True).start()
+if _name() and os.path.exists("chaos"):  # what a run's directory has, and no other
+    if _name() != "controller":
+        _watch_connections()
+    threading.Thread(target=_wait_and_harm, args=(_name(),), daemon=True).start()
