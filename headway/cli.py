@@ -6,6 +6,7 @@ Errors written for people are printed as their one sentence; anything else is a 
 import asyncio
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -40,7 +41,11 @@ RunPath = Annotated[Path, typer.Argument(help="directory of a run", show_default
 def main() -> None:
     os.umask(0o077)  # what a run writes holds prompts, completions and weights: it is its owner's alone
     try:
-        app()
+        try:
+            app()
+        finally:
+            # What libraries do at exit would end in a trace.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
     except HeadwayError as error:
         _complain(error)
         sys.exit(1)

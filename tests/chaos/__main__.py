@@ -17,7 +17,7 @@ from typing import Any
 
 from chaos.faults import INSIDE, can_mount
 from chaos.play import Play, Verdict, World, spread, undisturbed_digest
-from chaos.scenario import LOTS, Scenario, draw, draw_runs
+from chaos.scenario import LOTS, Scenario, draw, draw_runs, has_one_outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,7 +66,7 @@ def make_world(home: Path, runs: list[list[Scenario]], told: argparse.Namespace)
         models["vllm"] = str(home / "model-vllm")
         build_variant(home / "model-vllm", "qwen3-tied")
     vocab_sizes = {kind: load_config(path).vocab_size for kind, path in models.items()}
-    digest = undisturbed_digest(home / "undisturbed", models["embedded"])
+    digest = undisturbed_digest(home / "undisturbed", models["embedded"]) if any(map(has_one_outcome, runs)) else ""
     started = time.monotonic()
     os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", "import headway.training.trainer")
     # Everything here waits for imports: how long they take now says how long silence has to be to mean something.

@@ -26,7 +26,7 @@ from chaos.faults import (
     small_disk,
     unused,
 )
-from chaos.scenario import BATCH_GROUPS, FAULTS_PER_RUN, NUM_STEPS, OTHER_OUTCOME, STEPS_PER_FAULT, Run, Scenario
+from chaos.scenario import BATCH_GROUPS, FAULTS_PER_RUN, NUM_STEPS, STEPS_PER_FAULT, Run, Scenario, has_one_outcome
 from chaos.verdict import problems_of, problems_of_a_stop, problems_of_the_end
 from headway.config import Config, load
 from headway.record.events import Event
@@ -420,9 +420,7 @@ class Play:
     @property
     def _digest(self) -> str:
         """Of the weights that this run must come to, if there is one outcome."""
-        is_plain = OTHER_OUTCOME.isdisjoint(one.fault for one in self.scenarios)
-        has_one = is_plain and self.run.eta == 0 and self.run.engine == "embedded" and self.run.ranks == 1
-        return self.world.digest if has_one else ""
+        return self.world.digest if has_one_outcome(self.scenarios) else ""
 
     def left_behind(self) -> list[str]:
         """What is still there a while after the run has ended: processes, which are killed, temporary files, memory."""

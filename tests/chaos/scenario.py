@@ -135,6 +135,13 @@ class Scenario:
         return f"make chaos CHAOS='--seed {self.run.seed} --scenario {self.number}'"
 
 
+def has_one_outcome(scenarios: list[Scenario]) -> bool:
+    """Whether the run comes to the weights that every undisturbed run at η = 0 comes to."""
+    run = scenarios[0].run
+    is_plain = OTHER_OUTCOME.isdisjoint(one.fault for one in scenarios)
+    return is_plain and run.eta == 0 and run.engine == "embedded" and run.ranks == 1
+
+
 def draw_run(seed: int, number: int) -> list[Scenario]:
     """The scenarios of one run."""
     lot = lot_of(seed, number)

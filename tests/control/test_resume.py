@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from system import (
+    DEADLINE_S,
     HeadwayProcess,
     check_finished,
     check_record,
@@ -148,6 +149,24 @@ def test_a_signal_ends_the_run_in_order_and_resume_goes_on(
     assert check_record(config, stopped).status == "stopped"
     run_inline(config, resume=True)
     check_finished(config, events_of(config))
+
+
+@pytest.mark.timeout(600)
+def test_an_impatient_person_sees_no_stack_trace(tmp_path: Path, tiny_model: str) -> None:
+    """Interrupts while the workers are ended, one after the other until the run is gone."""
+    path = local_config(tmp_path, tiny_model)
+    with HeadwayProcess("train", path, run=Path(load(path).run.dir)) as run:
+        run.wait_until(in_the_middle_of_a_step, "a step")
+        deadline = time.monotonic() + DEADLINE_S
+        while run.process.poll() is None:
+            assert time.monotonic() < deadline, run.output
+            run.process.send_signal(signal.SIGINT)
+            time.sleep(0.02)
+        assert run.wait() in (1, 130), run.output  # 130 when it came after the last worker had ended
+        assert "Traceback" not in run.output
+        assert not run.descendants()
+    ended = run.events()[-1]
+    assert ended.kind == "ended" and ended.status == "stopped"
 
 
 # Checkpoints that are damaged
