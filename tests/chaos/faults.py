@@ -346,7 +346,7 @@ def _log(run: Path) -> list[Event]:
 
 
 def _kill_after_memory(scenario: Scenario, directory: Path, run: Path, alive: Callable[[], bool]) -> str:
-    """Once training goes on in smaller micro-batches, whoever knows their size is killed."""
+    """Once training goes on in smaller micro-batches, the process that knows their size is killed."""
 
     def goes_on() -> bool:
         steps = [event for event in _log(run) if event.kind == "trained"]
