@@ -254,7 +254,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of steps and victims")
     parser.add_argument("--deadline-s", type=float, default=900.0, help="longest wait for anything")
     parser.add_argument("--out", type=Path, default=RESULTS_DIR / "recovery.json", help="where the record goes")
-    options, options.overrides = parser.parse_known_args(arguments)
+    options, overrides = parser.parse_known_args(arguments)
+    options.overrides = overrides
     return options
 
 

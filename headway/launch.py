@@ -13,6 +13,7 @@ import platform
 import re
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 
 from headway.config import SINGLE_TURN, Config
 from headway.control.run_directory import check, claim, fingerprint, identity
@@ -290,7 +292,10 @@ async def _run_to_the_end(prepared: Prepared, log: RunLog, run: Run, directory: 
     from headway.control.resume import change_config, progress_from
 
     if run.began:
-        log.append(ResumeStarted(incarnation=len(run.clock.incarnations), hardware=hardware()))
+        resumed = ResumeStarted(
+            incarnation=len(run.clock.incarnations), hardware=hardware(), startup_s=seconds_since_exec()
+        )
+        log.append(resumed)
         await change_config(prepared.config, log, run, directory)
     else:
         _begin(prepared, log, directory)
@@ -340,6 +345,7 @@ def _begin(prepared: Prepared, log: RunLog, directory: Path) -> None:
             num_prompts=len(prepared.prompts),
             worst_staleness=prepared.staleness().worst_staleness,
             config_hash=identity(prepared.config),
+            startup_s=seconds_since_exec(),
             rows=fingerprint(prepared.prompts),
         )
     )
@@ -383,6 +389,11 @@ def _tasks(prepared: Prepared) -> "Tasks":
         sampling=prepared.sampling,
         eval_sampling=prepared.eval_sampling,
     )
+
+
+def seconds_since_exec() -> float:
+    """How long this process has run."""
+    return time.time() - psutil.Process().create_time()
 
 
 def hardware() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from headway.config import SuperviseSection
 from headway.control.workers import Fleet
 from headway.errors import ConfigError, DeadlineExceeded, HeadwayError, RunFailed, WorkerDied
-from headway.record.events import Event, WorkerLost, WorkerRestarted
+from headway.record.events import Event, Phase, WorkerLost, WorkerRestarted
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -128,6 +128,7 @@ class Supervisor:
         """Start the next incarnation; a worker that dies or hangs while it starts is one more failure."""
         self._supervised[supervised.name] = supervised
         while True:
+            begun = time.time()
             try:
                 supervised.started(await supervised.start())
             except HeadwayError as error:
@@ -138,6 +139,8 @@ class Supervisor:
                 if not await self._back_off(supervised, error):
                     raise self._too_often(supervised.name, error) from error
                 continue
+            now, name = time.time(), f"starting {supervised.name}"
+            self._emit(Phase(time=now, name=name, state="finished", seconds=now - begun))
             assert supervised.worker is not None
             return supervised.worker
 

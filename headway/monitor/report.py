@@ -25,6 +25,7 @@ from headway.monitor.plot import draw
 from headway.monitor.scaling import Split, estimate
 from headway.monitor.text import clean, duration
 from headway.record.events import (
+    Checkpointed,
     EtaChanged,
     Evaluated,
     ResumeStarted,
@@ -37,6 +38,7 @@ from headway.record.events import (
 )
 from headway.record.log import EVENTS_NAME, writing
 from headway.record.run import Run
+from headway.record.timings import slow_steps, startup
 
 SUMMARY_FILE = "summary.json"
 PICTURE_FILE = "report.png"
@@ -69,6 +71,7 @@ class Summary:
     eval_before: float | None
     eval_after: float | None
     eval_latest: float | None
+    eval_versions: dict[str, tuple[int, int]]  # before, latest, after: the first and last version that sampled it
     eval_num: int
     eval_num_failed: int  # problems without a verdict, which the accuracy leaves out
     reward_first: float | None
@@ -92,6 +95,9 @@ class Summary:
     truncated_share: float | None
     zero_variance_share: float | None  # of trained groups: all rewards equal
     stops: dict[str, int]  # trained trajectories by why their last completion stopped
+    startup: dict[str, float]  # seconds of each phase of the latest process until its first training step
+    slow_steps: tuple[str, ...]
+    checkpoint_stall_s: tuple[float, float]  # for which training waited: the mean and the longest
     warnings: dict[str, str]  # by kind: that a run learns little, and the remedy
     losses: dict[str, int]
     restarts: int
@@ -117,12 +123,13 @@ def summarise(run: Run, extra: dict[str, Any] | None = None) -> Summary:
     trained = [step.event for step in run.steps]
     wall_s = sum(end - start for start, end in run.clock.training())
     evaluated, stats = run.all(Evaluated), run.all(Stats)
-    before = [event.accuracy for event in evaluated if event.label == "before"]
-    after = [event.accuracy for event in evaluated if event.label == "after" and event.version >= run.num_trained]
+    before = [event for event in evaluated if event.label == "before"]
+    after = [event for event in evaluated if event.label == "after" and event.version >= run.num_trained]
     dropped, stops = Counter(run.dropped.values()), sum((step.stops for step in run.steps), Counter[Any]())
     num_trajectories = sum(step.num_trajectories for step in run.steps)
     tokens = run.tokens.counts()
     pauses = [event.pause_ms for event in run.all(Swapped)]
+    stalls = [event.stall_s for event in run.all(Checkpointed)]
     engine_busy_share = _engine_busy_share(run)
     trainer_wait_s = sum(event.wait_s for event in trained)
     tenth = math.ceil(len(trained) / 10)
@@ -138,9 +145,14 @@ def summarise(run: Run, extra: dict[str, Any] | None = None) -> Summary:
         resumed=len(run.all(ResumeStarted)),
         wall_s=wall_s,
         total_s=run.clock.total_s,
-        eval_before=before[0] if before else None,
-        eval_after=after[-1] if after else None,
+        eval_before=before[0].accuracy if before else None,
+        eval_after=after[-1].accuracy if after else None,
         eval_latest=evaluated[-1].accuracy if evaluated else None,
+        eval_versions={
+            name: (events[place].version, events[place].version_last)
+            for name, place, events in (("before", 0, before), ("latest", -1, evaluated), ("after", -1, after))
+            if events
+        },
         eval_num=evaluated[-1].num if evaluated else 0,
         eval_num_failed=evaluated[-1].num_failed if evaluated else 0,
         reward_first=_mean(rewards[:tenth]),
@@ -166,6 +178,9 @@ def summarise(run: Run, extra: dict[str, Any] | None = None) -> Summary:
             sum(step.num_zero_variance for step in run.steps), sum(step.num_groups for step in run.steps)
         ),
         stops={stop.value: num for stop, num in stops.most_common() if stop},
+        startup=startup(run),
+        slow_steps=tuple(map(str, slow_steps(run))),
+        checkpoint_stall_s=(_mean(stalls) or 0.0, max(stalls, default=0.0)),
         warnings={kind: f"since step {found.since}: {found.message}" for kind, found in run.past_warnings.items()},
         losses=dict(Counter(event.worker for event in run.all(WorkerLost))),
         restarts=len(run.all(WorkerRestarted)),
@@ -277,6 +292,14 @@ def _latest(summary: Summary) -> str:
     return _share(summary.eval_after)
 
 
+def _versions(summary: Summary) -> str:
+    """Which versions the two accuracies are of; an evaluation during training spans several."""
+    ends = "before", "latest" if summary.eval_after is None else "after"
+    spans = [summary.eval_versions[name] for name in ends if name in summary.eval_versions]
+    told = " → ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)
+    return f"version {told}; " if told else ""
+
+
 def table(summary: Summary) -> Table:
     """The summary as a person reads it at the end of a run."""
     lengths = summary.lengths
@@ -284,7 +307,8 @@ def table(summary: Summary) -> Table:
         "status": summary.status + (f": {summary.cause}" if summary.cause else ""),
         "training steps": f"{summary.steps:,}" + (f", resumed {summary.resumed}×" if summary.resumed else ""),
         "training time": f"{duration(summary.wall_s)} of {duration(summary.total_s)} in all",
-        "held-out accuracy": f"{_share(summary.eval_before)} → {_latest(summary)} ({_evaluated(summary)})",
+        "held-out accuracy": f"{_share(summary.eval_before)} → {_latest(summary)} "
+        f"({_versions(summary)}{_evaluated(summary)})",
         "reward, first and last tenth": f"{_figure(summary.reward_first)} → {_figure(summary.reward_last)}",
         "tokens generated": f"{summary.tokens_generated:,}",
         "tokens trained": f"{summary.tokens_trained:,} ({_share(summary.goodput)} of those generated)",
@@ -307,6 +331,10 @@ def table(summary: Summary) -> Table:
         "failed trajectories": ", ".join(f"{num:,} {cause}" for cause, num in summary.failures.items()) or "none",
         "groups dropped": ", ".join(f"{num:,} {reason}" for reason, num in summary.dropped.items()) or "none",
         "workers lost": _losses(summary),
+        "start-up": ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.startup.items()) or "–",
+        "slow steps": "; ".join(summary.slow_steps) or "none",
+        "checkpoint stall": f"mean {_figure(summary.checkpoint_stall_s[0])} s, "
+        f"longest {_figure(summary.checkpoint_stall_s[1])} s",
         "tokens by fate": ", ".join(f"{num:,} {fate}" for fate, num in _fates(summary.tokens)),
         **{f"warning: {kind}": message for kind, message in summary.warnings.items()},
         **{name: str(value) for name, value in summary.extra.items() if value is not None},

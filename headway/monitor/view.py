@@ -29,6 +29,7 @@ from headway.monitor.text import clean, duration, number, sparkline
 from headway.record import events
 from headway.record.events import Event
 from headway.record.run import Run
+from headway.record.timings import slow_steps
 
 REFRESH_S = 0.5
 DROPS_EVERY_S = 5.0
@@ -146,10 +147,12 @@ class View(ABC):
         if line is not None:
             self._say(clean(line, 400))
         if isinstance(event, events.Phase):
-            self.run.phase = event if event.state in ("started", "progress") else None
+            self.run.show_phase(event)
             self._say_phase(event)
         if isinstance(event, events.Trained):
             self._say_warnings()
+            for slow in slow_steps(self.run, since=event.version - 1):
+                self._say(str(slow))
 
     def _say_warnings(self) -> None:
         for kind in self.run.warnings.keys() - self._warned:

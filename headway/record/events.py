@@ -45,6 +45,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
     num_prompts: int
     rows: str = ""  # fingerprint of the training rows, in order; empty: not taken
     worst_staleness: int | None  # None: without bound
+    startup_s: float = 0.0  # since the process began: imports, reading the model and the prompts
 
 
 class ResumeStarted(Event, frozen=True, kw_only=True):
@@ -52,6 +53,7 @@ class ResumeStarted(Event, frozen=True, kw_only=True):
 
     incarnation: int  # of the run; the first, which has no such event, is 0
     hardware: dict[str, Any]
+    startup_s: float = 0.0  # as in `run_started`
 
 
 class Resumed(Event, frozen=True, kw_only=True):

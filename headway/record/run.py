@@ -129,7 +129,8 @@ class Run:
             self._by_kind.setdefault(kind, []).append(event)
 
     def all(self, kind: type[E]) -> list[E]:
-        """Every event of a kind, in order; of `Admitted`, `Finished` and `Taken` see `groups` and `batches`."""
+        """Every event of a kind, in order, of `Phase` those that finished; of `Admitted`, `Finished` and `Taken` see
+        `groups` and `batches`."""
         return cast(list[E], self._by_kind.get(kind, []))
 
     @property
@@ -223,8 +224,17 @@ class Run:
         self.status = self.cause = ""
         self.tokens.on_resumed(event)
 
+    def show_phase(self, event: events.Phase) -> None:
+        """Remember the phase in progress; one within it, such as the start of one worker, does not end it."""
+        if event.state in ("started", "progress"):
+            self.phase = event
+        elif self.phase is not None and self.phase.name == event.name:
+            self.phase = None
+
     def _on_phase(self, event: events.Phase) -> None:
-        self.phase = event if event.state in ("started", "progress") else None
+        self.show_phase(event)
+        if event.state == "finished":
+            self._by_kind.setdefault(events.Phase, []).append(event)
 
     def _on_admitted(self, event: events.Admitted) -> None:
         group, expected = event.group, len(self.groups)
