@@ -33,7 +33,7 @@ ROOMS: list[tuple[str, int]] = [
     ("engine", 5280),
     ("training", 3500),
     ("rollout", 3100),
-    ("control", 2780),
+    ("control", 2940),
     ("launch", 485),
     ("plan", 150),
     ("api", 250),
