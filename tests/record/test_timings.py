@@ -41,7 +41,7 @@ def test_4_steps_of_the_usual_length_and_the_first_of_a_process_are_not_slow() -
     assert not list(slow_steps(fold(run.events)))
 
 
-def test_4_start_up_is_told_by_phase() -> None:
+def test_4_start_up_is_reported_by_phase() -> None:
     run = SyntheticRun(3)
     run.change(0, startup_s=4.0)
     run.add("phase", name="starting trainer", state="finished", seconds=6.0)
