@@ -4,6 +4,7 @@ Nothing here is guessed: a directory that holds no tokenizer, or a chat prompt f
 one sentence at start-up. The engine knows nothing of this file; it lives in token space.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 Messages = list[dict[str, Any]]
+
+_TOOLS = (
+    "To call a function, write its name and arguments as JSON, "
+    'like <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>. The functions:'
+)
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 
@@ -92,9 +98,11 @@ def render_chat(
     tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The messages as the model's chat template writes them."""
+    """The messages as the model's chat template writes them; tools are told in words where it knows none."""
     if not tokenizer.chat_template:
         raise ConfigError("task.chat = true, but the model's tokenizer has no chat template; set task.chat = false")
+    if tools and "tools" not in str(tokenizer.chat_template):
+        messages, tools = _tell_tools(messages, tools), None
     # The template is the model author's program, the messages are the user's data: either may refuse the other.
     with translated(Exception, ConfigError, f"the chat template does not accept these messages ({CAUSE})"):
         text = tokenizer.apply_chat_template(
@@ -105,6 +113,21 @@ def render_chat(
             **(template or {}),
         )
     return str(text)
+
+
+def _tell_tools(messages: Messages, tools: list[dict[str, Any]]) -> Messages:
+    """The messages for a template that knows no tools: told in the system prompt, and calls as the model wrote them."""
+    system = messages[0].get("content", "") + "\n\n" if messages and messages[0].get("role") == "system" else ""
+    schemas = "\n".join(json.dumps(tool["function"]) for tool in tools)
+    told = {"role": "system", "content": f"{system}{_TOOLS}\n{schemas}"}
+    return [told, *(_with_calls(message) for message in messages[bool(system) :])]
+
+
+def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [call["function"] for call in message.get("tool_calls") or []]
+    written = [json.dumps({"name": call.get("name"), "arguments": call.get("arguments")}) for call in calls]
+    text = "\n".join(f"<tool_call>{call}</tool_call>" for call in written)
+    return message | {"content": f"{message.get('content') or ''}{text}"} if calls else message
 
 
 def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int] | Ints, special: bool = False) -> str:

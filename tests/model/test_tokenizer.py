@@ -7,7 +7,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from headway.errors import ConfigError
-from headway.model.tokenizer import build_character_tokenizer, decode, encode_prompt, load_tokenizer
+from headway.model.tokenizer import build_character_tokenizer, decode, encode_prompt, load_tokenizer, render_chat
 
 ALPHABET = "0123456789+=;# \n<eos>é"
 TEXTS = ["1+2=3;#3", " 12 \n\n  +", "<eos>", "é#é", ""]
@@ -126,3 +126,17 @@ def test_a_plain_prompt_begins_with_the_token_that_the_tokenizer_puts_before_any
     processor = TemplateProcessing(single="<bos> $A <eos>", special_tokens=[("<bos>", bos), ("<eos>", eos)])
     tokenizer.backend_tokenizer.post_processor = processor
     assert encode_prompt(tokenizer, "1+2", chat=False).tolist() == [bos, *plain], "an end of text would end it"
+
+
+def test_a_template_that_knows_no_tools_has_them_told_in_words_and_calls_written_out() -> None:
+    tokenizer = build_character_tokenizer("ab")
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    calls = [{"function": {"name": "add", "arguments": {"a": 1}}}]
+    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    text = render_chat(tokenizer, messages, tools=tools)
+    assert text.startswith("[system: To call a function") and '{"name": "add", "parameters": {}}][user: go]' in text
+    assert text.endswith('[assistant: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>]')
+    with_system = [{"role": "system", "content": "Be brief."}, *messages]
+    assert render_chat(tokenizer, with_system, tools=tools).startswith("[system: Be brief.\n\nTo call")
+    assert "system" not in render_chat(tokenizer, messages)
