@@ -98,7 +98,7 @@ def render_chat(
     tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The messages as the model's chat template writes them; tools are told in words where it knows none."""
+    """The messages as the model's chat template writes them; tools are described in words where it knows none."""
     if not tokenizer.chat_template:
         raise ConfigError("task.chat = true, but the model's tokenizer has no chat template; set task.chat = false")
     if tools and "tools" not in str(tokenizer.chat_template):
