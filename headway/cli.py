@@ -220,8 +220,24 @@ def rollout(
 def replay(run: RunPath) -> None:
     """Train a recorded run again and see that it leads to identical weights."""
     from headway.control.resume import replay as retrain_run
+    from headway.record.events import Event, Retrained
 
-    version, digest = _with_view(lambda view: retrain_run(run, view.on_event))
+    differing: list[Retrained] = []
+
+    def follow(view: "View") -> Coroutine[Any, Any, tuple[int, str]]:
+        def emit(event: Event) -> None:
+            if isinstance(event, Retrained):
+                differing.append(event)
+            view.on_event(event)
+
+        return retrain_run(run, emit)
+
+    version, digest = _with_view(follow)
+    if differing:
+        norms = [event.relative_norm for event in differing if event.relative_norm is not None]
+        largest = f", by up to {max(norms):.1e} of their norm" if norms else ""
+        _print(f"replayed {version} training steps: {len(differing)} gave other weights than recorded{largest}")
+        return
     _print(f"replayed {version} training steps: every version's weights are identical to the record (last {digest})")
 
 

@@ -151,10 +151,11 @@ class Trainer:
         """
         started = time.time()
         check_batch(batch, self.version, self.worst_staleness)
+        ranks, num_minibatches = self.ranks, self.section.minibatches
         if not self._has_trained:
             self._has_trained = True
-            lock_pages_early(self._state(), self.device)
-        ranks, num_minibatches = self.ranks, self.section.minibatches
+            model = {f"model/{name}": each for name, each in self._model.named_parameters()} if ranks.num == 1 else {}
+            lock_pages_early(self._state() | model, self.device)
         advantages = self._companions.advantages(batch, self._pack)
         chosen = self.algorithm.chosen
         share = share_of(batch, chosen, num_minibatches, self._cost, ranks.rank, ranks.num, advantages)

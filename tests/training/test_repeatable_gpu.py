@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from system import events_of, make_config, run_inline
+from system import HeadwayProcess, events_of, headway, make_config, run_inline, write_config
 from training import (
     digest_of,
     load_state,
@@ -27,6 +27,7 @@ from training import (
     write_model,
 )
 
+from headway.record.log import read
 from headway.record.run import fold
 from headway.training import checkpoint
 from headway.training.state import HostCopy
@@ -183,3 +184,29 @@ def test_invariant_14_a_killed_gpu_run_comes_back(tiny_model: str, tmp_path: Pat
         assert not retrained and fold(events).digests[3] == recorded[3]
     else:
         assert all(event.relative_norm < 1e-2 for event in retrained)
+
+
+def test_invariants_14_and_16_a_deterministic_run_on_a_gpu_killed_and_resumed_keeps_every_digest(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    """In processes of its own: engine and trainer on the GPU; what is retrained and replayed is equal bit for bit."""
+    path = write_config(
+        tmp_path,
+        tiny_model,
+        run={"steps": 8, "runtime": "local", "deterministic": True},
+        model={"dtype": "bfloat16", "path": tiny_model},
+        engine={"device": "cuda", "kv_tokens": 65536},
+        trainer={"device": "cuda", "lr": 1e-3, "token_budget": 256},
+        checkpoint={"every": 3},
+    )
+    run = tmp_path / "run"
+    with HeadwayProcess("train", path, run=run) as first:
+        events = first.kill_at(lambda events: sum(event.kind == "trained" for event in events) >= 5, "step 5")
+    recorded = fold(events).digests
+    assert headway("train", path, "--resume").returncode == 0
+    found = fold(read(run / "events.jsonl"))
+    assert found.status == "finished" and found.num_trained == 8
+    assert not [event for event in read(run / "events.jsonl") if event.kind == "retrained"]
+    assert all(found.digests[version] == digest for version, digest in recorded.items())
+    replayed = headway("replay", run)
+    assert replayed.returncode == 0 and "identical to the record" in replayed.stdout, replayed.stderr
