@@ -27,23 +27,74 @@ def front_page() -> str:
 
 def knobs() -> str:
     from headway.config import Config
+    from headway.knobs import describe
 
     lines = [
         "# Knobs",
         "",
-        "A config is TOML with one section per component; on the command line `--section.key=value`.",
+        "A config is TOML with one section per component; on the command line `--section.key=value`. `headway knobs`",
+        "prints this list, and `headway knobs FILTER` the part of it that mentions a word.",
     ]
-    for name, field in Config.model_fields.items():
-        section: Any = field.annotation
-        if not hasattr(section, "model_fields"):
-            continue
-        lines += ["", f"## {name}", "", "| knob | default | |", "|---|---|---|"]
-        for key, knob in section.model_fields.items():
-            if hasattr(knob.annotation, "model_fields"):
-                continue
-            default = "required" if knob.is_required() else f"`{knob.get_default(call_default_factory=True)!r}`"
-            lines.append(f"| `{name}.{key}` | {default} | {knob.description or ''} |".replace("\n", " "))
+    section = ""
+    for knob in describe(Config):
+        if knob.key.split(".")[0] != section:
+            section = knob.key.split(".")[0]
+            lines += ["", f"## {section}", "", "| knob | type | default | |", "|---|---|---|---|"]
+        kind = ", ".join(f"`{choice}`" for choice in knob.choices if choice) or knob.type
+        default = f"`{knob.default}`" if knob.default else "required"
+        lines.append(f"| `{knob.key}` | {kind} | {default} | {_cell(knob.sentence)} |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def metrics() -> str:
+    from headway.monitor.metric_names import METRIC_NAMES
+
+    lines = [
+        "# Metrics",
+        "",
+        "TensorBoard files are in `tensorboard/` of the run directory, and W&B gets the same where",
+        "`metrics.wandb_project` is set; `run.metrics()` has those of training and evaluation as a table. The step is the",
+        "version. A `*` stands for a name of the run's own: an engine, a task, a component of the reward, a stop reason.",
+        "With `metrics.samples_every`, `samples` is a table of completions with their rewards.",
+    ]
+    prefix = ""
+    for name, meaning in METRIC_NAMES.items():
+        if name.split("/")[0] != prefix:
+            prefix = name.split("/")[0]
+            lines += ["", f"## {prefix}", "", "| metric | |", "|---|---|"]
+        lines.append(f"| `{name}` | {_cell(meaning)} |")
+    return "\n".join(lines) + "\n"
+
+
+def presets() -> str:
+    from headway.algorithm import PRESETS
+
+    rows = []
+    for name, (sentence, knobs) in PRESETS.items():
+        set_ = ", ".join(f"`{knob} = {value!r}`".replace("'", '"') for knob, value in knobs.items())
+        rows.append(f"| `{name}` | {_cell(sentence)} | {set_} |")
+    return "\n".join(["# Presets", "", "What each `algorithm.preset` sets; a knob you set yourself wins.", "",
+                      "| preset | is | sets |", "|---|---|---|", *rows]) + "\n"
+
+
+PYTHON = """# Python API
+
+::: headway.api.train
+
+::: headway.api.load_run
+
+::: headway.api.generate
+
+::: headway.monitor.reader.RunReader
+
+::: headway.monitor.reader.Prompted
+
+::: headway.monitor.reader.Scored
+"""
 
 
 def commands() -> str:
@@ -81,6 +132,9 @@ PAGES = {
     "reference/knobs.md": knobs,
     "reference/commands.md": commands,
     "reference/events.md": events,
+    "reference/metrics.md": metrics,
+    "reference/presets.md": presets,
+    "reference/python.md": lambda: PYTHON,
 }
 
 
