@@ -57,8 +57,8 @@ def metrics() -> str:
         "# Metrics",
         "",
         "TensorBoard files are in `tensorboard/` of the run directory, and W&B gets the same where",
-        "`metrics.wandb_project` is set; `run.metrics()` has those of training and evaluation as a table. The step is the",
-        "version. A `*` stands for a name of the run's own: an engine, a task, a component of the reward, a stop reason.",
+        "`metrics.wandb_project` is set; `run.metrics()` has those of training and evaluation as a table. The step is",
+        "the version. A `*` stands for a name of the run's own: an engine, a task, a component, a stop reason.",
         "With `metrics.samples_every`, `samples` is a table of completions with their rewards.",
     ]
     prefix = ""
@@ -77,8 +77,20 @@ def presets() -> str:
     for name, (sentence, knobs) in PRESETS.items():
         set_ = ", ".join(f"`{knob} = {value!r}`".replace("'", '"') for knob, value in knobs.items())
         rows.append(f"| `{name}` | {_cell(sentence)} | {set_} |")
-    return "\n".join(["# Presets", "", "What each `algorithm.preset` sets; a knob you set yourself wins.", "",
-                      "| preset | is | sets |", "|---|---|---|", *rows]) + "\n"
+    return (
+        "\n".join(
+            [
+                "# Presets",
+                "",
+                "What each `algorithm.preset` sets; a knob you set yourself wins.",
+                "",
+                "| preset | is | sets |",
+                "|---|---|---|",
+                *rows,
+            ]
+        )
+        + "\n"
+    )
 
 
 PYTHON = """# Python API

@@ -2,8 +2,8 @@
 
 `prepare` reads and checks all there is to check before anything heavy starts; the verbs below it start the workers
 they need through a runtime and end them, whatever happens. A run directory holds: config.json, events.jsonl, record/,
-checkpoint/a and /b, weights/, logs/, tensorboard/, model/, summary.json, report.png, and
-eval/problems.jsonl of `headway eval`.
+checkpoint/a and /b, weights/, logs/, tensorboard/, model/, summary.json, report.png,
+code/ of `headway.train` in Python, and eval/problems.jsonl of `headway eval`.
 """
 
 import asyncio

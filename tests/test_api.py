@@ -84,6 +84,9 @@ def test_a_script_trains_its_own_functions_in_worker_processes(tmp_path: Path, t
     run = headway.load_run(tmp_path / "runs/one")
     assert run.metrics().index.tolist() == [0, 1, 2] and run.metrics()["eval/accuracy"].notna().sum() == 2
     assert (run.model_path / "config.json").is_file()
+    held_out = run.held_out()
+    assert held_out.groupby("version").problem.nunique().to_dict() == {0: 4, 2: 4}
+    assert set(held_out.prompt) == {"0+0=", "0+1=", "0+2=", "1+0="} and held_out.reward.between(1.0, 2.0).all()
 
 
 def test_a_notebook_trains_functions_of_its_cells(tmp_path: Path, tiny_model: str) -> None:

@@ -175,6 +175,18 @@ class RunReader:
         frame: DataFrame = _pandas().DataFrame(list(self.rows(step)))
         return frame
 
+    def held_out(self) -> "DataFrame":
+        """One row a completion of every evaluation: version, problem, prompt, completion, reward; needs pandas."""
+        rows = []
+        for event in self.run.all(Evaluated):
+            batch = self._record.load_batch(event.groups_at) if event.groups_at is not None else None
+            for group in batch.groups if batch else ():
+                about = {"version": event.version, "problem": group.id, "prompt": self.texts.prompt(group)}
+                scored = map(self._scored, group.trajectories)
+                rows += [about | {"completion": one.text, "reward": one.reward} for one in scored]
+        frame: DataFrame = _pandas().DataFrame(rows)
+        return frame
+
     def tokens(self, group: int, trajectory: int = 0) -> "DataFrame":
         """One row a token of a trajectory; needs pandas.
 

@@ -109,7 +109,8 @@ def assert_viewer_serves(environment: Path, cwd: Path) -> None:
         assert viewer.stdout is not None
         link = re.search(r"http://\S+", viewer.stdout.readline())
         assert link
-        with urllib.request.urlopen(link[0], timeout=60) as answer:
+        with_cookies = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        with with_cookies.open(link[0], timeout=60) as answer:
             assert answer.status == 200 and b"<html" in answer.read().lower()
     finally:
         viewer.send_signal(signal.SIGINT)
