@@ -1,18 +1,24 @@
 """Does training on stale data learn as well as on fresh data? Many short runs of the quickstart's task, with seeds.
 
     headway bench learning staleness      η × objective: naive PPO, decoupled PPO, decoupled PPO with masks
-    headway bench learning presets        every preset of `headway algorithms` that needs no critic, at η = 4
+    headway bench learning presets        every preset of `headway algorithms` at η = 4
+    headway bench learning interruption   running sequences at a swap: keep, recompute or drain, at η = 4
+    headway bench learning adaptive       η fixed at either bound, and η that moves between them
+    headway bench learning real           a real model on one GPU: η = 0, 4 and 8 on GSM8K; give --model
 
-Each run is `headway train` in a process of its own and takes minutes; its figures are kept beside its record, so that
-a bench which was interrupted goes on where it stopped, and `--only` does some runs now and the others later. Runs that
-are compared have the same steps, batches and hyper-parameters, and start from the same warmed-up model.
+Each run is `headway train` in a process of its own. What a record at `--out` already holds is not run again, so a bench
+goes on where it stopped, on another machine too: `--only` chooses runs by name, `--budget-s` begins none after so many
+seconds, and `--minutes` ends each run in order after that time, at its last step. Runs that are compared have the same
+steps, batches and hyper-parameters, and start from the same model.
 """
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +31,9 @@ if TYPE_CHECKING:
 CONFIG = Path("configs/quickstart.toml")
 UNBOUNDED = 1_000_000
 ETAS = (0, 1, 4, 16, UNBOUNDED)
-PRESETS = ("areal", "grpo", "dapo", "dr_grpo", "rloo", "reinforce++", "gspo", "cispo")
+PRESETS = ("areal", "grpo", "dapo", "dr_grpo", "rloo", "reinforce++", "gspo", "cispo", "ppo")
+REAL_CONFIG, REAL_ETAS = Path("configs/gsm8k_qwen.toml"), (0, 4, 8)
+END_S = 120.0
 
 # Where stale data hurts: several optimizer steps a batch, and steps ten times as large as the quickstart's would be.
 HARD = ("--trainer.minibatches=4", "--trainer.lr=6e-4", "--trainer.warmup_steps=3")
@@ -78,55 +86,95 @@ def preset_runs(seeds: int) -> list[Run]:
     return [Run(preset, seed, (*shared, f"--algorithm.preset={preset}")) for seed in range(seeds) for preset in PRESETS]
 
 
-def warmed_up(root: Path) -> Path:
-    """The model that all runs start from, made once."""
+def interruption_runs(seeds: int) -> list[Run]:
+    _, settings = bound(4)
+    kinds = ("recompute", "keep", "drain")
+    return [Run(kind, seed, (*settings, f"--engine.kv_on_swap={kind}")) for seed in range(seeds) for kind in kinds]
+
+
+def adaptive_runs(seeds: int) -> list[Run]:
+    arms = {"eta=1": bound(1)[1], "eta=8": bound(8)[1]}
+    arms["eta from 1 to 8"] = (*arms["eta=8"], "--staleness.min_staleness=1", "--staleness.min_ess=0.9")
+    return [Run(arm, seed, (*HARD, *settings)) for seed in range(seeds) for arm, settings in arms.items()]
+
+
+def real_runs(seeds: int) -> list[Run]:
+    return [Run(*bound(eta)[:1], seed, bound(eta)[1]) for seed in range(seeds) for eta in REAL_ETAS]
+
+
+RUNS = {
+    "staleness": staleness_runs,
+    "presets": preset_runs,
+    "interruption": interruption_runs,
+    "adaptive": adaptive_runs,
+    "real": real_runs,
+}
+
+
+def model_of(options: argparse.Namespace) -> Path:
+    """The model that all runs start from; the small one is made once."""
+    if options.model is not None:
+        return Path(options.model)
+    root = options.root.parent
     model = root / "warmup" / "model"
     if not (model / "config.json").is_file():
         _headway("sft", str(CONFIG), f"--sft.out={model}", f"--run.dir={root / 'warmup' / 'run'}")
     return model
 
 
-def play(run: Run, options: argparse.Namespace, model: Path) -> Message:
-    """The figures of a run, from disk where it was played before; one that was interrupted is played again."""
-    directory = run.directory(options.root)
-    kept = directory / "figures.json"
-    settings = [
+def settings_of(run: Run, options: argparse.Namespace) -> list[str]:
+    shared = [
         *("--metrics.tensorboard=false", "--checkpoint.every=1000", f"--evaluate.every={options.evaluate_every}"),
         *(f"--run.steps={options.steps}", f"--run.seed={run.seed}", f"--evaluate.limit={options.limit}"),
-        *(f"--trainer.batch_groups={options.batch_groups}", f"--model.path={model}", f"--run.dir={directory / 'run'}"),
+        f"--trainer.batch_groups={options.batch_groups}",
     ]
-    asked = [*run.settings, *settings[:-2], *options.overrides]
-    if kept.is_file() and (found := json.loads(kept.read_text()))["settings"] == asked:
-        return dict(found)
+    return [*shared, *run.settings, *options.overrides]
+
+
+def play(run: Run, options: argparse.Namespace, model: Path) -> Message:
+    directory = run.directory(options.root)
     subprocess.run(["rm", "-rf", str(directory)], check=True)
-    _headway("train", str(CONFIG), *settings, *run.settings, *options.overrides)
-    found = {"arm": run.arm, "seed": run.seed, "settings": asked, **figures(directory / "run")}
-    kept.write_text(json.dumps(found))
-    return found
+    asked, places = settings_of(run, options), (f"--model.path={model}", f"--run.dir={directory / 'run'}")
+    _headway("train", str(options.config), *asked, *places, seconds=60 * options.minutes)
+    return {"arm": run.arm, "seed": run.seed, "settings": asked, **figures(directory / "run")}
 
 
-def _headway(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "headway.cli", *arguments], check=True, stdout=subprocess.DEVNULL)
+def _headway(*arguments: str, seconds: float = 0.0) -> None:
+    """Run a command; after so many seconds it is interrupted once, as a person would, and ends in order."""
+    process = subprocess.Popen([sys.executable, "-m", "headway.cli", *arguments], stdout=subprocess.DEVNULL)
+    try:
+        code = process.wait(seconds or None)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        code = process.wait(END_S) * 0
+    finally:
+        process.kill()
+    if code:
+        raise subprocess.CalledProcessError(code, process.args)
 
 
 def figures(run: Path) -> Message:
     """Accuracy by version and by second, and of the training steps what stale data did to them."""
-    from headway.record.events import Evaluated
+    from headway.record.events import EtaChanged, Evaluated
     from headway.record.run import Run
 
     folded = Run.read(run)
     trained = [step.event for step in folded.steps]
-    started, ended = folded.clock.training()[0]
-    wall_s = ended - started
+    spans = folded.clock.training()
+    started, wall_s = folded.clock.at(spans[0][0]), sum(end - begin for begin, end in spans)
 
     def mean(name: str) -> float:
         values = [float(value) for event in trained if (value := event.metrics.get(name)) is not None]
         return statistics.mean(values)
 
     return {
+        "status": folded.status,
+        "steps": len(trained),
         "accuracies": [
-            [event.version, round(event.time - started, 2), event.accuracy] for event in folded.all(Evaluated)
+            [event.version, round(folded.clock.at(event.time) - started, 2), event.accuracy]
+            for event in folded.all(Evaluated)
         ],
+        "etas": [[event.version, event.after] for event in folded.all(EtaChanged)],
         "rewards": [event.reward for event in trained],
         "wall_s": wall_s,
         "tokens_per_s": sum(event.tokens for event in trained) / wall_s,
@@ -192,19 +240,27 @@ def show(arms: dict[str, Message], console: "Console") -> None:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="headway bench learning", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("staleness", "presets"))
+    parser.add_argument("what", choices=tuple(RUNS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-groups", type=int, default=32)
     parser.add_argument("--evaluate-every", type=int, default=10)
     parser.add_argument("--limit", type=int, default=256, help="held-out problems of an evaluation")
-    parser.add_argument("--only", default="", help="play runs whose name contains this; the record has what is there")
+    parser.add_argument("--only", default="", help="run only what has this in its name, such as 'eta=4, seed 1'")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="begin no run after so many seconds")
+    parser.add_argument("--minutes", type=float, default=0.0, help="end each run after so many minutes; 0: never")
+    parser.add_argument("--model", type=Path, help="directory of the model; without it the small one is made")
     parser.add_argument("--root", type=Path, default=Path("runs/learning"), help="where runs and their figures go")
     parser.add_argument("--out", type=Path, help="where the record goes")
     options, overrides = parser.parse_known_args(arguments)
     options.overrides = overrides
     options.out = options.out or RESULTS_DIR / f"learning_{options.what}.json"
     options.root = options.root / options.what
+    options.config = CONFIG
+    if options.what == "real":
+        options.config = REAL_CONFIG
+        if options.model is None:
+            parser.error("real needs --model, the directory of the model")
     return options
 
 
@@ -213,19 +269,22 @@ def main(arguments: list[str]) -> None:
 
     console, options = Console(), parse(arguments)
     record = Record("learning", arguments)
-    runs = staleness_runs(options.seeds) if options.what == "staleness" else preset_runs(options.seeds)
-    model = warmed_up(options.root.parent)
-    found = []
-    for run in runs:
-        if options.only in run.name:
-            found.append(play(run, options, model))
-            console.print(f"{run.name}: {found[-1]['accuracies'][-1][2]:.1%}, {found[-1]['wall_s']:.0f} s")
-        elif (kept := run.directory(options.root) / "figures.json").is_file():
-            found.append(json.loads(kept.read_text()))
-    arms = summary(found)
-    record.write(options.out, versions=versions("torch", "transformers"), figures=arms, runs=found)
+    model, began = model_of(options), time.monotonic()
+    found: list[Message] = json.loads(options.out.read_text())["runs"] if options.out.is_file() else []
+    for run in RUNS[options.what](options.seeds):
+        known = [one for one in found if (one["arm"], one["seed"]) == (run.arm, run.seed)]
+        if known and known[0]["settings"] != settings_of(run, options):
+            sys.exit(f"{options.out} has {run.name} with other settings; name another --out")
+        if known or options.only not in run.name or time.monotonic() - began > options.budget_s:
+            continue
+        found.append(play(run, options, model))
+        console.print(f"{run.name}: {found[-1]['accuracies'][-1][2]:.1%}, {found[-1]['wall_s']:.0f} s")
+        # After each run, so that nothing is lost when the next one is killed.
+        record.write(options.out, versions=versions("torch", "transformers"), figures=summary(found), runs=found)
+    if not found:
+        sys.exit(f"no run has {options.only!r} in its name")
     draw(found, options.out.with_suffix(".png"))
-    show(arms, console)
+    show(summary(found), console)
     console.print(f"written to {options.out}, curves beside it", highlight=False)
 
 
