@@ -115,7 +115,7 @@ def model_of(options: argparse.Namespace) -> Path:
     """The model that all runs start from; the small one is made once."""
     if options.model is not None:
         return Path(options.model)
-    root = options.root.parent
+    root: Path = options.root.parent
     model = root / "warmup" / "model"
     if not (model / "config.json").is_file():
         _headway("sft", str(CONFIG), f"--sft.out={model}", f"--run.dir={root / 'warmup' / 'run'}")
