@@ -7,7 +7,7 @@
     headway bench learning real           a real model on one GPU: η = 0, 4 and 8 on GSM8K; give --model
 
 Each run is `headway train` in a process of its own. What a record at `--out` already holds is not run again, so a bench
-goes on where it stopped, on another machine too: `--only` chooses runs by name, `--budget-s` begins none after so many
+goes on where it stopped, on another machine too: `--only` chooses runs by name, `--budget-s` begins none after that many
 seconds, and `--minutes` ends each run in order after that time, at its last step. Runs that are compared have the same
 steps, batches and hyper-parameters, and start from the same model.
 """
@@ -140,7 +140,7 @@ def play(run: Run, options: argparse.Namespace, model: Path) -> Message:
 
 
 def _headway(*arguments: str, seconds: float = 0.0) -> None:
-    """Run a command; after so many seconds it is interrupted once, as a person would, and ends in order."""
+    """Run a command; after this many seconds it is interrupted once, as a person would, and ends in order."""
     process = subprocess.Popen([sys.executable, "-m", "headway.cli", *arguments], stdout=subprocess.DEVNULL)
     try:
         code = process.wait(seconds or None)
@@ -247,8 +247,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--evaluate-every", type=int, default=10)
     parser.add_argument("--limit", type=int, default=256, help="held-out problems of an evaluation")
     parser.add_argument("--only", default="", help="run only what has this in its name, such as 'eta=4, seed 1'")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="begin no run after so many seconds")
-    parser.add_argument("--minutes", type=float, default=0.0, help="end each run after so many minutes; 0: never")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="begin no run after this many seconds")
+    parser.add_argument("--minutes", type=float, default=0.0, help="end each run after this many minutes; 0: never")
     parser.add_argument("--model", type=Path, help="directory of the model; without it the small one is made")
     parser.add_argument("--root", type=Path, default=Path("runs/learning"), help="where runs and their figures go")
     parser.add_argument("--out", type=Path, help="where the record goes")
