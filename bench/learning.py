@@ -7,7 +7,7 @@
     headway bench learning real           a real model on one GPU: η = 0, 4 and 8 on GSM8K; give --model
 
 Each run is `headway train` in a process of its own. What a record at `--out` already holds is not run again, so a bench
-goes on where it stopped, on another machine too: `--only` chooses runs by name, `--budget-s` begins none after that many
+goes on where it stopped, on any machine: `--only` chooses runs by name, `--budget-s` begins none after that many
 seconds, and `--minutes` ends each run in order after that time, at its last step. Runs that are compared have the same
 steps, batches and hyper-parameters, and start from the same model.
 """
