@@ -324,6 +324,11 @@ async def with_tools(task, base_url, api_key):
                 result = {"role": "tool", "tool_call_id": call.id, "content": str(given["a"] * given["b"])}
                 messages.append(result)
 
+def endless(task, base_url, api_key):
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    while True:
+        client.completions.create(model="m", prompt="1+1=")
+
 def silent(task, base_url, api_key):
     return 1.0
 
@@ -337,7 +342,7 @@ def verified(task, base_url, api_key):
 def run_agent(tiny_model: str, tmp_path: Any) -> Iterator[Callable[[str], tuple[Group, Scripted]]]:
     (tmp_path / "agents.py").write_text(AGENT)
 
-    def go(name: str) -> tuple[Group, Scripted]:
+    def go(name: str, **limits: Any) -> tuple[Group, Scripted]:
         answers = {"again": "yes", "branch": "no", "tool: 42": "42", "tools product": "call"}
         engine = Scripted(lambda prompt: next((a for word, a in answers.items() if word in prompt), "41"))
 
@@ -345,6 +350,7 @@ def run_agent(tiny_model: str, tmp_path: Any) -> Iterator[Callable[[str], tuple[
             worker, _ = await make_worker(
                 tiny_model, engine, lambda task, text: float(text == "41"),
                 workflow="headway.rollout.workflows.agent:Agent", settings={"agent": f"{tmp_path}/agents.py:{name}"},
+                **limits,
             )  # fmt: skip
             try:
                 return await worker.run(admission(worker, "6*7"))
@@ -409,6 +415,15 @@ def test_without_a_reward_the_verifier_judges_the_last_answer(
 ) -> None:
     (trajectory,) = run_agent("verified")[0].trajectories
     assert trajectory.reward == 1.0 and len(trajectory.sequences) == 1
+
+
+@pytest.mark.parametrize(("limits", "num_calls"), [({"max_turns": 3}, 3), ({"max_episode_tokens": 4}, 2)])
+def test_an_agent_that_breaks_at_a_limit_of_its_episode_ends_there(
+    run_agent: Any, limits: dict[str, int], num_calls: int
+) -> None:
+    (trajectory,) = run_agent("endless", **limits)[0].trajectories
+    assert len(trajectory.stops) == num_calls
+    assert trajectory.reward == float(num_calls == 3), "the verifier's score of the last answer, which may be cut off"
 
 
 def test_an_agent_that_calls_nothing_is_a_failure_and_no_reward(

@@ -5,7 +5,8 @@
     settings = {agent = "my_agent.py:solve"}
 
 `solve(task, base_url, api_key)` is a function, async or not, that runs the agent on one row and returns the reward;
-where it returns None, rewards are those posted to `/v1/reward`, or else the verifier's score of the last answer.
+where it returns None, rewards are those posted to `/v1/reward`, or else the verifier's score of the last answer. So it
+is, too, where a call exceeds a limit of the episode (status 400) and the agent does not catch that.
 
 A call whose messages continue an earlier call's, answer included, continues that call's tokens, whatever tokens its
 text would have now; calls that part ways are sequences of their own, and no sampled token is trained twice.
@@ -27,7 +28,7 @@ from headway.errors import CAUSE, ConfigError, translated
 from headway.model.tokenizer import encode_prompt, render_chat
 from headway.rollout.endpoint import Endpoint
 from headway.rollout.endpoint_requests import ApiError, Call, Choice, prompt_tokens
-from headway.rollout.workflows import Episode, in_thread
+from headway.rollout.workflows import Episode, LimitReached, in_thread
 from headway.rollout.workflows.conversation import Growing, tokens_between
 from headway.tasks import imports
 from headway.types import Chat, Chunk, Completion, Ints, Reward, Sequence, Trajectory
@@ -53,10 +54,20 @@ class EpisodeSession:
         self._episode = episode
         self._nodes: list[_Node] = []
         self._rewards: list[tuple[_Node, float]] = []
-        self._closed = False
+        self._closed = self.reached_limit = False
         self.last_text = ""
 
     def prompt(self, call: Call) -> list[Ints]:
+        prompts = self._prompts(call)
+        try:
+            for tokens in prompts:
+                self._episode.room(len(tokens))
+        except LimitReached:
+            self.reached_limit = True
+            raise
+        return prompts
+
+    def _prompts(self, call: Call) -> list[Ints]:
         if call.messages is None:
             return [prompt_tokens(self.tokenizer, prompt, len(self.tokenizer)) for prompt in call.prompts]
         parent = self._parent_of(call)
@@ -166,8 +177,13 @@ class Agent:
         endpoint = await self._open()
         session, key = EpisodeSession(episode), f"ep-{secrets.token_urlsafe(24)}"
         endpoint.sessions[key] = session
+        reward, components = None, dict[str, float]()
+        # User code: an agent that breaks at a limit of its episode ends there, with what it has.
         try:
             reward, components = await self._call(episode.prompt.task, endpoint.url, key)
+        except Exception:
+            if not session.reached_limit or session.is_empty:
+                raise
         finally:
             session.close()
             del endpoint.sessions[key]
