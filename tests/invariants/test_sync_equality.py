@@ -7,6 +7,7 @@ bit, on a CPU in deterministic mode.
 import asyncio
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,8 @@ def test_invariant_4_eta_zero_equals_the_synchronous_loop_bit_for_bit(
     trained = [event for event in events if event.kind == "trained"]
     assert len(trained) == len(expected) == config.run.steps
     for event, step in zip(trained, expected, strict=True):
-        groups = tuple(record.load(state.ref(group)) for group in event.groups)
+        recorded = (record.load(state.ref(group)) for group in event.groups)
+        groups = tuple(replace(group, reference={}) for group in recorded)  # the row's fields, for readers alone
         assert codec.encode(groups) == codec.encode(step.batch.groups)
         assert event.metrics["loss"] == step.report.metrics["loss"]
         assert event.digest == step.digest
