@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet install -c constraints.txt
 MODEL := models/smollm2-135m
 
-.PHONY: help quickstart smollm2 test test-slow chaos lint format docs clean
+.PHONY: browser help quickstart smollm2 test test-slow chaos lint format docs clean
 
 help:
 	@echo "make quickstart   train a small model by asynchronous RL, from nothing, on this machine"
@@ -29,7 +29,7 @@ test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu"
 	@echo "make test: all tests passed"
 
-test-slow: .venv/installed .venv/ray .venv-vllm/installed
+test-slow: .venv/installed .venv/ray .venv-vllm/installed browser
 	OMP_NUM_THREADS=1 HEADWAY_VLLM_PYTHON=.venv-vllm/bin/python $(BIN)/python -m pytest -m "slow and not gpu"
 	@echo "make test-slow: all slow tests passed"
 
@@ -72,6 +72,13 @@ docs: .venv/docs
 	@echo "  Ray"
 	@$(PIP) --no-build-isolation -e '.[ray]'
 	@touch $@
+
+# For the viewer's browser tests, which are skipped where Chromium is missing and cannot be installed.
+browser:
+	@if ! (command -v chromium && command -v chromedriver) >/dev/null; then \
+	  if [ "$$(id -u)" = 0 ]; then echo "  Chromium"; apt-get -qq update; apt-get -qq install -y chromium chromium-driver >/dev/null; fi; \
+	  (command -v chromium && command -v chromedriver) >/dev/null || echo "the viewer's browser tests are skipped: there is no Chromium with its driver (apt-get install chromium chromium-driver, as root)"; \
+	fi
 
 .venv/docs: .venv/installed
 	@echo "  mkdocs"

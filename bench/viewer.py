@@ -6,6 +6,7 @@ viewer then opens it in a process of its own, and every query that a page makes 
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -17,10 +18,14 @@ from http.cookiejar import CookieJar
 from pathlib import Path
 from typing import Any
 
+import psutil
 from common import RESULTS_DIR, Message, Record
+
+from headway.errors import HeadwayError
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests" / "support")]
 
+POLL_S = 3.0
 QUERIES = {
     "first page of runs": "runs",
     "curves": "series?run=0",
@@ -68,6 +73,17 @@ class Browser:
         json.loads(self._open(self._url.split("?")[0] + "api/" + query).read())
         return time.perf_counter() - started
 
+    @property
+    def cpu_s(self) -> float:
+        """CPU time that the viewer's process has used."""
+        times = psutil.Process(self._viewer.pid).cpu_times()
+        return float(times.user + times.system)
+
+    def poll(self) -> None:
+        """What an open run page asks, every 3 seconds, of a live run."""
+        for query in ("runs", "series?run=0"):
+            self.ask(query)
+
     def close(self) -> None:
         self._viewer.terminate()
         self._viewer.wait()
@@ -82,6 +98,10 @@ def measure(directory: Path, repetitions: int) -> Message:
     browser = Browser(directory)
     try:
         times = {name: [browser.ask(query) for _ in range(repetitions)] for name, query in QUERIES.items()}
+        before = browser.cpu_s
+        for _ in range(repetitions):
+            browser.poll()
+        poll_s = (browser.cpu_s - before) / repetitions
     finally:
         browser.close()
     return {
@@ -89,9 +109,39 @@ def measure(directory: Path, repetitions: int) -> Message:
         "steps": len(index.steps),
         "log_mib": (directory / "events.jsonl").stat().st_size / 2**20,
         "fold_s": folded_s,
+        "poll_cpu_s": poll_s,
         "command_to_page_s": browser.opened_s,
         "queries_ms": {name: [round(1000 * value, 1) for value in values] for name, values in times.items()},
     }
+
+
+def follow(directory: Path, config: str, steps: int) -> Message:
+    """The CPU time of a viewer with an open page, while it follows a run from its first step to its end.
+
+    The run keeps all cores busy, so what the viewer uses is what the run goes without: a bound on how much it is slowed
+    that other load on the machine does not blur, as it would blur two wall times.
+    """
+    command = [sys.executable, "-m", "headway.cli", "train", config, f"--run.dir={directory}", f"--run.steps={steps}"]
+    events = directory / "events.jsonl"
+    with subprocess.Popen([*command, "--task.eval="], stdout=subprocess.DEVNULL) as run:
+        while not (events.exists() and b'"trained"' in events.read_bytes()):
+            if run.poll() is not None:
+                raise HeadwayError(f"{config} ended before its first step; train it by hand to see why")
+            time.sleep(0.2)
+        browser = Browser(directory)
+        browser.poll()
+        started, before, num_polls = time.monotonic(), browser.cpu_s, 0
+        while run.poll() is None:
+            time.sleep(POLL_S)
+            browser.poll()
+            num_polls += 1
+        wall_s, cpu_s = time.monotonic() - started, browser.cpu_s - before
+        browser.close()
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "config": config, "polls": num_polls, "wall_s": wall_s, "viewer_cpu_s": cpu_s, "cores": cores,
+        "share_of_all_cores": cpu_s / wall_s / cores,
+    }  # fmt: skip
 
 
 def main(arguments: list[str]) -> None:
@@ -104,12 +154,16 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS_DIR / "viewer.json", help="where the record goes")
+    parser.add_argument("--live", default="", help="also follow a run of this config, and measure what that costs")
+    parser.add_argument("--live-steps", type=int, default=20)
     options = parser.parse_args(arguments)
     record, console = Record("viewer", arguments), Console()
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "run"
         write(directory, options.steps, options.groups, options.group_size)
         found = measure(directory, options.repetitions)
+        if options.live:
+            found["live"] = follow(Path(folder) / "live", options.live, options.live_steps)
     table = Table(
         title=f"{found['trajectories']:,} trajectories, {found['steps']:,} steps, {found['log_mib']:.0f} MiB of log"
     )
@@ -119,7 +173,14 @@ def main(arguments: list[str]) -> None:
     table.add_row("folding the log", f"{1000 * found['fold_s']:.0f}", "")
     for name, values in found["queries_ms"].items():
         table.add_row(name, f"{statistics.median(values):.0f}", f"{max(values):.0f}")
+    table.add_row("CPU time of one look at a live run", f"{1000 * found['poll_cpu_s']:.0f}", "")
     console.print(table)
+    if options.live:
+        live = found["live"]
+        console.print(
+            f"following {options.live}: {live['viewer_cpu_s']:.2f} s of CPU time in {live['wall_s']:.0f} s, "
+            f"{live['share_of_all_cores']:.2%} of {live['cores']} cores"
+        )
     record.write(options.out, figures=found)
     console.print(f"written to {options.out}", highlight=False)
 

@@ -180,7 +180,7 @@ class RunIndex:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._follower = Follower(directory / EVENTS_NAME)
         self.config: dict[str, Any] = {}
         self.groups = Groups()
@@ -190,6 +190,7 @@ class RunIndex:
         self.step_wall_s: list[float] = []
         self.step_generated: list[int] = []  # tokens sampled by the engines until the step's end
         self.step_restarts: list[int] = []  # of workers and of the run, until then
+        self.step_values: dict[int, dict[str, float | None]] = {}  # metrics by step, of those that were asked for
         self._generated = self._restarts = 0
         self.evaluations: list[tuple[float, Evaluated]] = []
         self.warnings: list[str] = []
@@ -223,13 +224,13 @@ class RunIndex:
     @property
     def table(self) -> dict[str, NDArray[Any]]:
         """The trajectories as columns."""
-        with self._lock:
+        with self.lock:
             if self._table is None:
                 self._table = self._rows.table(self.groups)
             return self._table
 
     def refresh(self) -> None:
-        with self._lock, without_collection():
+        with self.lock, without_collection():
             for event in self._follower.read():
                 self._fold(event)
 

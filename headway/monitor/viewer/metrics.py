@@ -100,21 +100,29 @@ def series_of(index: RunIndex) -> dict[str, list[Any]]:
     """Columns over the training steps: step, wall_s, and every metric that the run has."""
     every = max(1, math.ceil(len(index.steps) / MOST_POINTS))
     places = range(0, len(index.steps), every)
-    steps = [index.steps[place] for place in places]
+    with index.lock:
+        for place in places:
+            if place not in index.step_values:
+                index.step_values[place] = _values(index, index.steps[place])
     walls = [index.step_wall_s[place] for place in places]
-    columns: dict[str, list[Any]] = {"step": [event.version for event in steps], "wall_s": walls}
-    for name, value in FROM_EVENT.items():
-        columns[name] = [_finite(value(event)) for event in steps]
-    for name in {metric["name"] for metric in METRICS} - FROM_EVENT.keys() - FROM_GROUPS.keys():
-        if any(name in event.metrics for event in steps):
-            columns[name] = [_finite(event.metrics.get(name)) for event in steps]
-    groups = [[facts.finished for g in event.groups if (facts := index.groups[g]).finished] for event in steps]
-    for name, of_groups in FROM_GROUPS.items():
-        columns[name] = [_finite(of_groups([event for event in events if event])) for events in groups]
+    columns: dict[str, list[Any]] = {"step": [index.steps[place].version for place in places], "wall_s": walls}
+    values = [index.step_values[place] for place in places]
+    for metric in METRICS:
+        if any(metric["name"] in of_step for of_step in values):
+            columns[metric["name"]] = [of_step.get(metric["name"]) for of_step in values]
     generated = [index.step_generated[place] for place in places]
-    columns["generated_per_s"] = [None, *map(_rate, generated, generated[1:], walls, walls[1:])][: len(steps)]
+    columns["generated_per_s"] = [None, *map(_rate, generated, generated[1:], walls, walls[1:])][: len(places)]
     columns["restarts"] = [index.step_restarts[place] for place in places]
     return columns
+
+
+def _values(index: RunIndex, event: Trained) -> dict[str, float | None]:
+    """Every metric of one step; worked out once, as a live run is followed."""
+    groups = [finished for group in event.groups if (finished := index.groups[group].finished) is not None]
+    found = {name: value(event) for name, value in FROM_EVENT.items()}
+    found |= {name: of_groups(groups) for name, of_groups in FROM_GROUPS.items()}
+    found |= {metric["name"]: event.metrics[metric["name"]] for metric in METRICS if metric["name"] in event.metrics}
+    return {name: _finite(value) for name, value in found.items()}
 
 
 def _rate(before: int, after: int, start_s: float, end_s: float) -> float | None:

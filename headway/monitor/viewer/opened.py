@@ -8,7 +8,7 @@ from headway.record.shards import RECORD_NAME, Record, ShardRef
 from headway.trained_tokens import TrainedTokens
 from headway.types import Batch, Group, Trajectory
 
-CACHED_GROUPS = 64
+CACHED_GROUPS, CACHED_EVALUATIONS = 64, 4
 
 
 def mean_reward(group: Group) -> float:
@@ -23,7 +23,7 @@ class OpenRun:
         self.name = name
         self._record = Record(directory / RECORD_NAME)
         self._texts: Texts | None = None
-        self._evaluation: tuple[int, Batch | None] = -1, None  # that was asked for last
+        self._evaluations: dict[int, Batch] = {}  # that were read last
         self._groups: dict[int, Group] = {}  # that were read last
         self._scores: dict[int, dict[int, float]] = {}
         self._tokens: tuple[int | None, TrainedTokens | None] = None, None  # of the step that was asked for last
@@ -46,9 +46,11 @@ class OpenRun:
         place = self.index.evaluations[number][1].groups_at
         if place is None:
             return None
-        if self._evaluation[0] != number:
-            self._evaluation = number, self._record.load_batch(place)
-        return self._evaluation[1]
+        batch = self._evaluations.pop(number, None) or self._record.load_batch(place)
+        if len(self._evaluations) == CACHED_EVALUATIONS:
+            del self._evaluations[next(iter(self._evaluations))]
+        self._evaluations[number] = batch
+        return batch
 
     def scores(self, number: int) -> dict[int, float]:
         """The mean reward of each problem that has one in an evaluation, by the problem's place."""

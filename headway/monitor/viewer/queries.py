@@ -169,7 +169,8 @@ class Queries:
         for knob in knobs:
             values = [config.get(knob) for config in flat]
             differs = any(value != values[0] for value in values)
-            rows.append({"knob": knob, "values": [str(value) for value in values], "differs": differs})
+            texts = ["–" if value is None else str(value) for value in values]
+            rows.append({"knob": knob, "values": texts, "differs": differs})
         return {"rows": rows}
 
 
