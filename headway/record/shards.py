@@ -125,6 +125,8 @@ class Record:
 
     def _load(self, ref: ShardRef | Place) -> Any:
         path = self.directory / ref.shard
+        if path.parent != self.directory:
+            raise HeadwayError(f"the event log names {ref.shard!r} as a shard, which is outside {self.directory}")
         with (
             translated(OSError, HeadwayError, f"cannot read {path}: {CAUSE}; restore it from a copy of the run"),
             open(path, "rb") as file,

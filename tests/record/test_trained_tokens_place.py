@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from recorded import RecordedRun
@@ -39,3 +40,15 @@ def test_the_log_places_tokens_before_the_event_that_names_them(tmp_path: Path) 
     assert isinstance(place, Place)
     found = Record(tmp_path / RECORD_NAME).load_tokens(place)
     assert found.place(7, 0, 0) == slice(0, 2) and found.weights.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("shard", ["../groups-00000.bin", "/etc/passwd", "a/../../groups-00000.bin", ".."])
+def test_a_log_that_names_a_place_outside_the_record_is_refused_before_it_is_read(tmp_path: Path, shard: str) -> None:
+    run = RecordedRun(tmp_path)
+    run.step()
+    run.end()
+    (tmp_path / RECORD_NAME / "groups-00000.bin").rename(tmp_path / "groups-00000.bin")
+    (step,) = (event for event in scan(tmp_path / EVENTS_NAME) if isinstance(event, Trained))
+    assert step.tokens_at is not None
+    with pytest.raises(HeadwayError, match=r"outside|cannot read"):
+        Record(tmp_path / RECORD_NAME).load_tokens(msgspec.structs.replace(step.tokens_at, shard=shard))

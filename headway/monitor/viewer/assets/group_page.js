@@ -65,7 +65,6 @@ function tokenView(tokens, wanted) {
   tokens.text.slice(0, LONGEST_SHOWN).forEach((text, index) => {
     if (tokens.turns[index]) {
       parts.append(el("span", { class: `turn ${tokens.sampled[index] ? "policy" : ""}` }, shown(tokens.turns[index])));
-      before = null;
     }
     const version = tokens.version[index];
     if (tokens.sampled[index]) {
