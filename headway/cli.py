@@ -112,7 +112,8 @@ def _train(loaded: "Config", resume: bool, overwrite: bool) -> None:
 
     summary = _with_view(lambda view: launch.train(loaded, resume, view, overwrite))
     _print(table(summary))
-    _print(f"model: {Path(loaded.run.dir) / 'model'}   curves: {Path(loaded.run.dir) / 'report.png'}")
+    directory = Path(loaded.run.dir)
+    _print(f"{launch.saved_models(directory)}; curves: {directory / 'report.png'}")
 
 
 def _print_plan(config: "Config", resume: bool, overwrite: bool) -> None:

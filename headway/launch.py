@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 
 from headway.config import SINGLE_TURN, Config
-from headway.control.run_directory import check, claim, fingerprint, identity
+from headway.control.run_directory import BEST_MODEL, MODEL, check, claim, fingerprint, identity
 from headway.control.staleness import StalenessControl, resolve_window
 from headway.control.workers import Fleet, make_private, open_runtime, start_trainer
 from headway.errors import CAUSE, ConfigError, HeadwayError, RunFailed, translated
@@ -327,12 +327,18 @@ def _stopped(directory: Path, run: Run, num_steps: int) -> str:
     version = run.checkpoints[0][0] if run.checkpoints else 0
     retrains = run.num_trained - version
     first = f", retraining {retrains} recorded steps first" if retrains else ""
-    model = f"; the model is in {directory / 'model'}" if (directory / "model").exists() else ""
+    model = f"; {saved_models(directory)}" if (directory / MODEL).exists() else ""
     if run.num_trained >= num_steps:
         return (
             f"stopped after the last of {num_steps} steps; `--resume` evaluates the model of {directory}{first}{model}"
         )
     return f"stopped after {run.num_trained} steps; `--resume` goes on from {directory}{first}{model}"
+
+
+def saved_models(directory: Path) -> str:
+    """Where the latest model is, and the one with the best evaluation."""
+    best = f", the best evaluated one in {directory / BEST_MODEL}" if (directory / BEST_MODEL).exists() else ""
+    return f"the model is in {directory / MODEL}{best}"
 
 
 def _begin(prepared: Prepared, log: RunLog, directory: Path) -> None:

@@ -25,9 +25,10 @@ _FIXED_KNOBS = {
     *(f"rollout.{knob}" for knob in ("group_size", "workflow", "settings", "max_turns", "max_episode_tokens")),
 }
 _OF_ARITHMETIC = {"trainer", "algorithm"}
+MODEL, BEST_MODEL = "model", "model-best"
 _RUN_FILES = (
     *("config.json", "record", "checkpoint", "weights", "logs", "tensorboard", "summary.json"),
-    *("report.png", "model", "model-best", "replay"),
+    *("report.png", MODEL, BEST_MODEL, "replay"),
 )
 Changes = dict[str, tuple[Any, Any]]
 

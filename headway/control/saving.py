@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from headway.config import Config
+from headway.control.run_directory import BEST_MODEL, MODEL
 from headway.control.trainer_worker import TrainerWorker
 from headway.errors import SaveFailed
 from headway.record.events import Checkpointed, CheckpointFailed, Warned
@@ -20,7 +21,6 @@ from headway.record.shards import RunLog
 from headway.training.checkpoint import slot_for
 from headway.training.ranks import RankedTrainer
 
-MODEL, BEST_MODEL = "model", "model-best"
 _CANDIDATE = "model-candidate"
 _GRACE_S = 60.0
 """Grace period before repeated checkpoint failures end the run, so that a person can free space on the disk."""

@@ -7,7 +7,7 @@ training. Mean absolute differences, not largest: one unlikely token in 16 bits 
 
 import numpy as np
 
-from headway.errors import WeightMismatch
+from headway.errors import RunFailed, WeightMismatch
 from headway.types import Floats, Scores
 
 BOUND = {"float32": 0.01, "bfloat16": 0.25, "float16": 0.05}
@@ -30,6 +30,14 @@ def distance(one: tuple[Floats, ...], other: tuple[Floats, ...]) -> float:
 
 def check_parity(engine: str, scores: Scores, reference: Scores, dtype: str) -> None:
     """Raise unless the embedded engine scores the probe as the trainer does, within the bound of the type."""
+    if not all(np.isfinite(logprobs).all() for logprobs in reference.logprobs):
+        cause = (
+            "training diverged; lower trainer.lr" if reference.version else "its numbers overflow; use another model"
+        )
+        raise RunFailed(
+            f"the model of version {reference.version} gives the probe NaN as log-prob in {dtype}: {cause}, or set "
+            "another model.dtype"
+        )
     off, bound = distance(scores.logprobs, reference.logprobs), PARITY[dtype]
     if not off <= bound:
         raise WeightMismatch(

@@ -1,5 +1,6 @@
 """The command line in this process, and what it refuses before anything starts."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -15,11 +16,13 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
     def run(*arguments: str | Path) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["headway", *map(str, arguments)])
-        code = 0
+        code, umask = 0, os.umask(0)
         try:
             cli.main()
         except SystemExit as ended:
             code = int(ended.code or 0)
+        finally:
+            os.umask(umask)
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 

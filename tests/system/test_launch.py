@@ -199,7 +199,9 @@ def test_prompts_whose_verifier_always_fails_are_dropped_and_others_take_their_p
 
 
 def test_a_verifier_that_always_raises_ends_the_run_with_one_sentence(tmp_path: Path, tiny_model: str) -> None:
-    with pytest.raises(RunFailed, match=r"groups failed whole, the last with 'verifier: .*ConnectionError.*; check"):
+    with pytest.raises(
+        RunFailed, match=r"in each of the first \d+ groups, the last with 'verifier: .*ConnectionError.*; check"
+    ):
         run_with(tmp_path, tiny_model, "always_raises")
     events = events_of(make_config(tmp_path, tiny_model))
     fates = check_fates(events)
