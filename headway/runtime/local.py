@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 CLOSE_S = 10.0
 _LOG = logging.getLogger(__name__)
+_PREFIX, _SOCKETS_NAME = "headway-", "sockets"
 _MAX_DIRECTORY = 24  # characters; the whole path of a Unix-domain socket, Ray's own among them, must stay below 108
 
 
@@ -61,12 +62,26 @@ class LocalRuntime:
         self._log_dir, self._deadline_s = log_dir, deadline_s
         log_dir.mkdir(parents=True, exist_ok=True)
         short = None if len(tempfile.gettempdir()) < _MAX_DIRECTORY else "/tmp"
-        self.directory = tempfile.mkdtemp(prefix="headway-", dir=short)
+        self._named_in = log_dir / _SOCKETS_NAME
+        self._remove_left_behind()
+        self.directory = tempfile.mkdtemp(prefix=_PREFIX, dir=short)
+        with suppress(OSError):  # on a full disk the next life may leave it behind
+            self._named_in.write_text(f"{os.getpid()} {self.directory}")
         self._token = secrets.token_bytes(channel.TOKEN_BYTES)
         join_run(self._run, self._token)
         self._workers: list[_Worker] = []
         self._num_started = 0
         self._deaths: asyncio.Queue[WorkerDied] = asyncio.Queue()
+
+    def _remove_left_behind(self) -> None:
+        """Remove the directory of sockets of an earlier life that was killed before a worker could remove it."""
+        if not self._named_in.exists():
+            return
+        import psutil  # 12 ms, and few starts follow a life that was killed
+
+        owner, _, earlier = self._named_in.read_text().partition(" ")
+        if Path(earlier).name.startswith(_PREFIX) and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(earlier, ignore_errors=True)
 
     @property
     def _run(self) -> str:
@@ -109,6 +124,7 @@ class LocalRuntime:
             for worker in list(self._workers):
                 self._forget(worker)
             shutil.rmtree(self.directory, ignore_errors=True)
+            self._named_in.unlink(missing_ok=True)
             leave_run(self._run)
 
     def _forget(self, worker: _Worker) -> None:
