@@ -31,7 +31,7 @@ def test_5_an_interrupt_after_the_last_step_saves_and_resume_only_evaluates(
     events = stage.run()
     assert [event.version for event in kinds(events, "checkpointed")] == [5]
     assert "after" not in [event.label for event in kinds(events, "evaluated")]
-    assert json.loads((stage.directory / "model" / "weights").read_text())[0] == 5
+    assert json.loads((stage.directory / "model" / "model.safetensors").read_text())[0] == 5
     assert not (stage.directory / "model-candidate").exists()
     again = make_stage({"run": {"steps": 5, "dir": str(stage.directory)}})
     events = again.run()

@@ -113,7 +113,8 @@ class StandInTrainer:
         if self.copied is None:
             raise SaveFailed(f"cannot write {directory}: there is no copy")
         copied, self.copied = self.copied, None
-        Path(f"{directory}.unfinished", "weights").write_text(json.dumps(copied))
+        Path(f"{directory}.unfinished", "config.json").write_text("{}")
+        Path(f"{directory}.unfinished", "model.safetensors").write_text(json.dumps(copied))
 
 
 @dataclass
