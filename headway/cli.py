@@ -44,13 +44,18 @@ def main() -> None:
         try:
             app()
         finally:
-            # What libraries do at exit would end in a trace.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            _ignore_signals()
     except HeadwayError as error:
         _complain(error)
         sys.exit(1)
     except KeyboardInterrupt:  # a further one, while the run was ending
         sys.exit(130)
+
+
+def _ignore_signals() -> None:
+    """From here on the process only says how it ended, and exits: an impatient person's next signal changes neither."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _complain(error: HeadwayError) -> None:
@@ -77,8 +82,15 @@ def _with_view(make: "Callable[[View], Coroutine[Any, Any, T]]") -> T:
     from headway.monitor.view import open_view
 
     view = open_view(sys.stdout)
+
+    async def run() -> T:
+        try:
+            return await make(view)
+        finally:
+            _ignore_signals()
+
     try:
-        return asyncio.run(make(view))
+        return asyncio.run(run())
     finally:
         view.close()
 

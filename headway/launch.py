@@ -375,13 +375,15 @@ def _stoppable(stopping: Stopping) -> Iterator[None]:
 
     stopping.connect(loop, interrupt)
     numbers = _SIGNALS if threading.current_thread() is threading.main_thread() else ()  # Python allows no others
+    handlers = {number: signal.getsignal(number) for number in numbers}
     for number in numbers:
         loop.add_signal_handler(number, interrupt)
     try:
         yield
     finally:
-        for number in numbers:
+        for number, handler in handlers.items():
             loop.remove_signal_handler(number)
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def _tasks(prepared: Prepared) -> "Tasks":
