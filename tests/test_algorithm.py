@@ -36,7 +36,8 @@ def test_without_a_preset_it_is_decoupled_ppo_with_group_advantages_and_no_corre
     section = AlgorithmSection()
     assert (section.objective, section.baseline, section.normalise) == ("decoupled", "group", "group")
     assert (section.aggregate, section.ratio, section.reward_level) == ("token", "token", "trajectory")
-    off = ("behaviour_cap", "mask_token_low", "mask_sequence_high", "mask_second_moment", "kl_coef", "entropy_coef")
+    assert (section.behaviour_cap, section.behaviour_cap_mode) == (5.0, "mask")
+    off = ("mask_token_low", "mask_sequence_high", "mask_second_moment", "kl_coef", "entropy_coef")
     assert not any(getattr(section, name) for name in off)
 
 
@@ -59,7 +60,7 @@ def test_without_a_preset_it_is_decoupled_ppo_with_group_advantages_and_no_corre
         ({"entropy_target": 1.0}, {}, "algorithm.entropy_target steers a bonus of weight 0"),
         ({"success_low": 0.9, "success_high": 0.5}, {}, "algorithm.success_low is not below success_high"),
         ({"reference": "some/model"}, {}, "algorithm.reference names a model, and kl_coef = 0 has no use for it"),
-        ({"behaviour_level": "sequence"}, {}, "algorithm.behaviour_level = sequence multiplies ratios"),
+        ({"behaviour_level": "sequence", "behaviour_cap": 0.0}, {}, "behaviour_level = sequence multiplies ratios"),
         ({"kl_coef": 0.1, "kl_place": "reward"}, {"ranks": 2}, "algorithm.kl_place = reward is for one trainer rank"),
     ],
 )

@@ -36,6 +36,8 @@ METRIC_NAMES: dict[str, str] = {
     "train/single_groups": "groups with one trajectory, which have no advantage within the group",
     "train/incomplete_groups": "groups in which a trajectory failed",
     "train/truncated_trajectories": "trajectories cut off at max_tokens or at the context's end",
+    "train/verifier_failed_share": "share of trajectories with reward 0 because the verifier failed (reward.on_error)",
+    "train/verifier_exceeded_share": "share of trajectories whose text held the verifier beyond its deadline",
     "train/failed_share": "share of trajectories that have no reward, because the workflow or the verifier failed",
     "train/stop_*": "share of trajectories whose last completion ended for this reason",
     "train/num_micro_batches": "micro-batches of the step",

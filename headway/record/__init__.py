@@ -3,5 +3,5 @@
 Only the controller writes. `events` defines every kind of event, `log` appends and reads them, `phases` announces work
 that takes time and `stats` turns engine counters into differences. `shards` holds the trajectories. `run` folds the log
 once, for everything that reads it: with `tokens` (the fate of every generated token), `clock` (a run's incarnations on
-one time axis), `steps` and `health` (warnings about a run that learns little).
+one time axis), `timings` (where time went), `steps` and `health` (warnings about a run that learns little).
 """

@@ -189,7 +189,7 @@ class Trained(Event, frozen=True, kw_only=True):
     reward: float | None
     metrics: dict[str, float | None]
     digest: str  # of all new weights
-    weights_sample: tuple[float, ...] = ()  # master weights at fixed places
+    weights_sample: tuple[float | None, ...] = ()  # master weights at fixed places
     tokens_at: Place | None = None  # what the loss saw of each token; None: not recorded
 
 

@@ -46,7 +46,7 @@ def sample_weights(masters: Masters) -> tuple[float, ...]:
     return tuple(torch.cat(picked).tolist()) if picked else ()
 
 
-def weight_difference(recorded: Sequence[float], found: Sequence[float]) -> tuple[float, float]:
+def weight_difference(recorded: Sequence[float | None], found: Sequence[float | None]) -> tuple[float, float]:
     """Two samples: their largest absolute difference, and the norm of it relative to the recorded one."""
     before, after = np.asarray(recorded, np.float64), np.asarray(found, np.float64)
     if len(before) != len(after) or not len(before):

@@ -284,9 +284,11 @@ def test_a_damaged_record_is_refused_with_the_place_of_the_damage(
     shutil.rmtree(tmp_path / "run" / "checkpoint")
     (shard,) = (tmp_path / "run" / "record").iterdir()
     data = bytearray(shard.read_bytes())
-    data[40] ^= 1
+    run = fold(events_of(config))
+    ref = run.ref(run.batches[0][1][0])
+    data[ref.offset + 40] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(HeadwayError, match=r"groups-00000.bin is damaged at byte 0; restore it from a copy"):
+    with pytest.raises(HeadwayError, match=rf"groups-00000.bin is damaged at byte {ref.offset}; restore it"):
         run_inline(config, resume=True)
     assert events_of(config)[-1].status == "failed"
 

@@ -37,7 +37,7 @@ ROOMS: list[tuple[str, int]] = [
     ("launch", 485),
     ("plan", 150),
     ("api", 250),
-    ("cli", 420),
+    ("cli", 430),
 ]
 
 MONITOR_READS = {

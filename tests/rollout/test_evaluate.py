@@ -133,4 +133,6 @@ def test_parts_of_rewards_are_means_by_task_and_component() -> None:
         "reward_of/math": 0.5,
         "component/math/right": 0.5,
         "reward_of/code": 0.25,
+        "verifier_failed_share": 0.0,
+        "verifier_exceeded_share": 0.0,
     }

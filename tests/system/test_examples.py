@@ -30,7 +30,7 @@ def test_custom_reward_trains_on_its_own_rows_and_scores(tmp_path: Path, tiny_mo
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 1 and summary["tokens_trained"] > 0 and summary["dropped"] == {}
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    rewards = [event["reward"] for event in events if event["kind"] == "finished"]
+    rewards = [reward for event in events if event["kind"] == "finished" for reward in event["rewards"]]
     assert rewards and all(0 < reward <= 1 for reward in rewards), "scores of the example's own verifier, none missing"
 
 

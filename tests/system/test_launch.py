@@ -234,6 +234,7 @@ def test_a_prompt_of_the_context_less_one_gets_its_one_token(tmp_path: Path, tin
 
 
 WORKFLOW = """
+import numpy as np
 
 from headway.types import Reward, Sequence, Trajectory
 

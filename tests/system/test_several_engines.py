@@ -253,7 +253,9 @@ def test_engines_of_one_gpu_divide_its_memory(
     section = {"device": devices, "count": len(shares)}
     runtime = Starting()
     config = make_config(tmp_path, tiny_model, engine=section, trainer={"device": trainer})
-    asyncio.run(workers.start_generation(cast(Runtime, runtime), config))
+    fleet = workers.Fleet(cast(Runtime, runtime), config)
+    for name in config.engine.placement:
+        asyncio.run(fleet.start_engine(name))
     engines = engines_of(runtime)
     assert list(engines) == [f"engine-{number}" for number in range(len(shares))]
     assert [args[-1] for args in engines.values()] == pytest.approx(shares)
@@ -280,7 +282,7 @@ def test_weights_go_from_gpu_to_gpu_only_where_every_engine_is_on_one(
     engine = {"device": devices, "count": 2}
     config = make_config(tmp_path, tiny_model, engine=engine, trainer={"device": trainer})
     asyncio.run(workers.start_trainer(cast(Runtime, runtime), config, 0))
-    weights: WeightsSection = runtime.started["trainer"][1][-1]
+    (weights,) = (arg for arg in runtime.started["trainer"][1] if isinstance(arg, WeightsSection))
     assert weights.transport == ("cuda" if on_device else "shared_memory")
 
 
