@@ -26,6 +26,7 @@ from headway.errors import HeadwayError
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests" / "support")]
 
 POLL_S = 3.0
+TURN_S = 15.0
 QUERIES = {
     "first page of runs": "runs",
     "curves": "series?run=0",
@@ -125,13 +126,14 @@ def measure(directory: Path, repetitions: int) -> Message:
 
 
 def follow(directory: Path, config: str, steps: int) -> Message:
-    """The CPU time of a viewer with an open page, while it follows a run from its first step to its end.
+    """What an open page costs a run: watched and alone by turns, from its first step to its end.
 
-    The run keeps all cores busy, so what the viewer uses is what the run goes without: a bound on how much it is slowed
-    that other load on the machine does not blur, as it would blur two wall times.
+    The ratio of what the engines sample in neighbouring turns is the slowdown itself, as blurred as the machine is
+    busy. The viewer's CPU time bounds it without blur: the run keeps all cores busy, and goes without what that uses.
     """
     command = [sys.executable, "-m", "headway.cli", "train", config, f"--run.dir={directory}", f"--run.steps={steps}"]
     events = directory / "events.jsonl"
+    turns: list[tuple[float, float]] = []  # of wall clock: watched, alone, watched, …
     with subprocess.Popen([*command, "--task.eval="], stdout=subprocess.DEVNULL) as run:
         while not (events.exists() and b'"trained"' in events.read_bytes()):
             if run.poll() is not None:
@@ -139,18 +141,37 @@ def follow(directory: Path, config: str, steps: int) -> Message:
             time.sleep(0.2)
         browser = Browser(directory)
         browser.poll()
-        started, before, num_polls = time.monotonic(), browser.cpu_s, 0
+        cpu_s = 0.0
         while run.poll() is None:
-            time.sleep(POLL_S)
-            browser.poll()
-            num_polls += 1
-        wall_s, cpu_s = time.monotonic() - started, browser.cpu_s - before
+            started, before, is_watched = time.time(), browser.cpu_s, len(turns) % 2 == 0
+            while time.time() - started < TURN_S and run.poll() is None:
+                time.sleep(POLL_S)
+                if is_watched:
+                    browser.poll()
+            turns.append((started, time.time()))
+            cpu_s += (browser.cpu_s - before) * is_watched
         browser.close()
-    cores = len(os.sched_getaffinity(0))
+    watched_s, cores = sum(end - start for start, end in turns[::2]), len(os.sched_getaffinity(0))
+    whole = turns[: (len(turns) - 1) // 2 * 2]  # without the last, in which the run ended
+    speeds = [_sampled_per_s(directory, *turn) for turn in whole]
     return {
-        "config": config, "polls": num_polls, "wall_s": wall_s, "viewer_cpu_s": cpu_s, "cores": cores,
-        "share_of_all_cores": cpu_s / wall_s / cores,
+        "config": config, "watched_s": watched_s, "viewer_cpu_s": cpu_s, "cores": cores,
+        "share_of_all_cores": cpu_s / watched_s / cores,
+        "tokens_per_s": {"watched": speeds[::2], "alone": speeds[1::2]},
+        "ratios": [watched / alone for watched, alone in zip(speeds[::2], speeds[1::2], strict=True)],
     }  # fmt: skip
+
+
+def _sampled_per_s(directory: Path, start: float, end: float) -> float:
+    """Of all engines, by the reports whose windows lie in this time."""
+    from headway.record.events import Stats
+    from headway.record.run import Run
+
+    own = [stat for stat in Run.read(directory).all(Stats) if start <= stat.time - stat.seconds and stat.time <= end]
+    seconds: dict[str, float] = {}
+    for stat in own:
+        seconds[stat.engine] = seconds.get(stat.engine, 0.0) + stat.seconds
+    return sum(stat.generated / seconds[stat.engine] for stat in own)
 
 
 def main(arguments: list[str]) -> None:
@@ -195,8 +216,9 @@ def main(arguments: list[str]) -> None:
     if options.live:
         live = found["live"]
         console.print(
-            f"following {options.live}: {live['viewer_cpu_s']:.2f} s of CPU time in {live['wall_s']:.0f} s, "
-            f"{live['share_of_all_cores']:.2%} of {live['cores']} cores"
+            f"following {options.live}: {live['viewer_cpu_s']:.2f} s of CPU time in {live['watched_s']:.0f} s, "
+            f"{live['share_of_all_cores']:.2%} of {live['cores']} cores; tokens/s watched over alone: "
+            f"{', '.join(f'{ratio:.3f}' for ratio in live['ratios'])}"
         )
     record.write(options.out, figures=found)
     console.print(f"written to {options.out}", highlight=False)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from headway import __version__
 from headway.errors import ConfigError, HeadwayError
 
 if TYPE_CHECKING:
@@ -36,6 +37,13 @@ app = typer.Typer(
 
 ConfigPath = Annotated[Path, typer.Argument(help="TOML file of the run", show_default=False)]
 RunPath = Annotated[Path, typer.Argument(help="directory of a run", show_default=False)]
+
+
+@app.callback(invoke_without_command=True)
+def headway(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        _print(f"headway {__version__}")
+        raise typer.Exit
 
 
 def main() -> None:
@@ -306,9 +314,7 @@ def show(
 
 
 @app.command()
-def runs(
-    folder: Annotated[Path, typer.Argument(help="a folder that holds run directories")] = Path("runs"),
-) -> None:
+def runs(folder: Annotated[Path, typer.Argument(help="a folder of run directories")] = Path("runs")) -> None:
     """List runs: status, training step, held-out accuracy, and how long ago they wrote."""
     from headway.monitor import listing
 
@@ -352,9 +358,7 @@ def export(
 def init(
     config: Annotated[Path, typer.Argument(help="TOML file to write", show_default=False)],
     task: Annotated[str, typer.Option(help="own, math, code or choice")] = "own",
-    model: Annotated[
-        str, typer.Option(help="transformers directory or hub name")
-    ] = "HuggingFaceTB/SmolLM2-135M-Instruct",
+    model: Annotated[str, typer.Option(help="directory or hub name")] = "HuggingFaceTB/SmolLM2-135M-Instruct",
     gpu: Annotated[bool, typer.Option(help="put engine and trainer onto a GPU")] = False,
 ) -> None:
     """Write a first config for a task and a model, with a comment on every knob."""
@@ -367,22 +371,13 @@ def init(
 @app.command()
 def knobs(words: Annotated[str, typer.Argument(metavar="[FILTER]", help="only knobs that mention this")] = "") -> None:
     """List the knobs of a config by section: type, default, choices, and a sentence each."""
-    from rich.table import Table
-
     from headway import knobs as all_knobs
     from headway.config import Config
 
     found = all_knobs.describe(Config, words)
     if not found:
         raise ConfigError(f"no knob mentions {words!r}; `headway knobs` lists all")
-    listing, section = Table("knob", "type", "default", "meaning", box=None), ""
-    for knob in found:
-        if section and knob.key.split(".")[0] != section:
-            listing.add_row()
-        section = knob.key.split(".")[0]
-        choices = f" ({', '.join(choice for choice in knob.choices if choice)})" if knob.choices else ""
-        listing.add_row(knob.key, knob.type, knob.default or "required", knob.sentence + choices)
-    _print(listing)
+    _print(all_knobs.table(found))
 
 
 @app.command()

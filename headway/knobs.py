@@ -8,11 +8,14 @@ import json
 import tomllib
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 ALIASES = {
     "learning_rate": "trainer.lr",
@@ -163,6 +166,20 @@ def describe(root: type[BaseModel], words: str = "") -> list[Knob]:
         if words.lower() in f"{key} {text}".lower():
             found.append(Knob(key, "choice" if choices else _type(field.annotation), default, choices, text))
     return found
+
+
+def table(found: list[Knob]) -> "Table":
+    """Knobs by section, for the terminal."""
+    from rich.table import Table
+
+    listing, section = Table("knob", "type", "default", "meaning", box=None), ""
+    for knob in found:
+        if section and knob.key.split(".")[0] != section:
+            listing.add_row()
+        section = knob.key.split(".")[0]
+        choices = f" ({', '.join(choice for choice in knob.choices if choice)})" if knob.choices else ""
+        listing.add_row(knob.key, knob.type, knob.default or "required", knob.sentence + choices)
+    return listing
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:

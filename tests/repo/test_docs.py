@@ -5,13 +5,16 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from pydantic import TypeAdapter
 
 from headway.cli import app
 from headway.config import Config, all_keys, load
@@ -175,6 +178,46 @@ def assert_benchmark(name: str, arguments: list[str]) -> None:
     text += "".join(path.read_text() for path in beside if path.is_file())  # options that several benchmarks share
     for word in arguments:
         assert not word.startswith("--") or f'"{word.partition("=")[0]}"' in text
+
+
+@documents
+def test_code_blocks_are_of_kinds_that_are_checked(document: Path) -> None:
+    fences = re.findall(r"^ *```(.*)$", document.read_text(), re.MULTILINE)
+    assert {*fences} <= {"", "bash", "python", "toml"}, "another kind of block would escape these tests"
+    assert not re.search(r"^```\n\s*\$ ", document.read_text(), re.MULTILINE), "a command stands in a bash block"
+
+
+@documents
+def test_every_shell_command_is_of_a_known_program_and_names_what_exists(document: Path) -> None:
+    for line in [line for block in blocks(document, "bash") for line in block.replace("\\\n", " ").splitlines()]:
+        words = [word for word in shlex.split(line, comments=True) if not re.match(r"[A-Z_]+=", word)]
+        if words:
+            assert_known(words[0].removeprefix(".venv/bin/"), words[1:])
+
+
+def assert_known(program: str, words: list[str]) -> None:
+    """`headway` and `make` have tests of their own; vLLM's command line lives in its own environment."""
+    assert program in {"headway", "make", "python", "pip", "vllm", "."}, f"{program} is not checked by any test"
+    if program == "pip":
+        extras = {extra for word in words for found in re.findall(r"\[(.+)\]", word) for extra in found.split(",")}
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        assert extras <= project["optional-dependencies"].keys()
+    if program == "python" and words[0] == "-m":
+        assert find_spec(words[1])
+    elif program == "python":
+        text = (ROOT / words[0]).read_text()
+        assert all(f'"{word.partition("=")[0]}"' in text for word in words[1:] if word.startswith("--"))
+
+
+@documents
+def test_toml_in_a_document_is_a_config_or_a_part_of_one(document: Path, tmp_path: Path) -> None:
+    for block in blocks(document, "toml"):
+        sections = tomllib.loads(block)
+        for name, values in sections.items():
+            TypeAdapter(Config.model_fields[name].annotation).validate_python(values)
+        if "model" in sections:  # a whole one
+            (tmp_path / "my_task.toml").write_text(block)
+            load(tmp_path / "my_task.toml")
 
 
 @documents

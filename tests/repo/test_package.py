@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 from system import write_config
+from typer.testing import CliRunner
 
 import headway
+from headway.cli import app
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = {"gpu", "ray", "vllm", "datasets", "code", "view", "dev", "docs"}
@@ -26,6 +28,7 @@ def test_the_extras_and_the_version_are_those_documented() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"].keys() >= EXTRAS
     assert "version" in project["dynamic"] and re.fullmatch(r"\d+\.\d+\.\d+", headway.__version__)
+    assert CliRunner().invoke(app, ["--version"]).output.split() == ["headway", headway.__version__]
     documented = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/getting-started.md").read_text(), re.MULTILINE))
     assert documented >= project["optional-dependencies"].keys()
 

@@ -18,6 +18,8 @@ from aiohttp import web
 from headway.errors import HeadwayError
 
 ASSETS = Path(__file__).parent / "assets"
+FILES = {path.relative_to(ASSETS).as_posix(): path for path in ASSETS.rglob("*") if path.is_file()}
+"""All that is served besides answers, by name: no path of a request ever reaches the file system."""
 HOST = "127.0.0.1"
 
 _HEADERS = {
@@ -100,10 +102,8 @@ class Viewer:
         return web.FileResponse(ASSETS / "index.html")
 
     async def _asset(self, request: web.Request) -> web.StreamResponse:
-        path = (ASSETS / request.match_info["path"]).resolve()
-        if not path.is_relative_to(ASSETS.resolve()) or not path.is_file():
-            return _refusal(404, "there is no such file")
-        return web.FileResponse(path)
+        path = FILES.get(request.match_info["path"])
+        return web.FileResponse(path) if path is not None else _refusal(404, "there is no such file")
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         query = self._queries.get(request.match_info["name"])
