@@ -22,6 +22,7 @@ from headway.record.run import Run
 from headway.record.shards import RunLog
 from headway.training.ranks import RankedTrainer
 from headway.types import Ints
+from headway.weights.probe import check_finite
 
 R = TypeVar("R")
 
@@ -52,7 +53,9 @@ class TrainerWorker(Supervised[RankedTrainer]):
                 return await call(trainer)
 
     async def publish(self, trainer: RankedTrainer) -> Published:
-        return Published(await trainer.publish(), await trainer.score(self._probe, 1.0))
+        published = Published(await trainer.publish(), await trainer.score(self._probe, 1.0))
+        check_finite(published.reference, self._config.model.dtype)
+        return published
 
     def supervise(self, tasks: asyncio.TaskGroup, resumes: bool) -> list[asyncio.Task[Any]]:
         """Begin to serve; a resumed run and a restarted trainer restore the recorded version first."""

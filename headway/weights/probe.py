@@ -28,8 +28,8 @@ def distance(one: tuple[Floats, ...], other: tuple[Floats, ...]) -> float:
     return float(np.mean(np.abs(np.concatenate([(a - b)[1:] for a, b in pairs]))))
 
 
-def check_parity(engine: str, scores: Scores, reference: Scores, dtype: str) -> None:
-    """Raise unless the embedded engine scores the probe as the trainer does, within the bound of the type."""
+def check_finite(reference: Scores, dtype: str) -> None:
+    """Raise if the trainer's own scores of the probe are not finite: no engine can serve such a model."""
     if not all(np.isfinite(logprobs).all() for logprobs in reference.logprobs):
         cause = (
             "training diverged; lower trainer.lr" if reference.version else "its numbers overflow; use another model"
@@ -38,6 +38,10 @@ def check_parity(engine: str, scores: Scores, reference: Scores, dtype: str) -> 
             f"the model of version {reference.version} gives the probe NaN as log-prob in {dtype}: {cause}, or set "
             "another model.dtype"
         )
+
+
+def check_parity(engine: str, scores: Scores, reference: Scores, dtype: str) -> None:
+    """Raise unless the embedded engine scores the probe as the trainer does, within the bound of the type."""
     off, bound = distance(scores.logprobs, reference.logprobs), PARITY[dtype]
     if not off <= bound:
         raise WeightMismatch(

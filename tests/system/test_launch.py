@@ -276,18 +276,30 @@ def test_completions_of_zero_tokens_are_counted_and_nothing_is_learned_from_them
 def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run_with_a_sentence(
     tmp_path: Path, tiny_model: str
 ) -> None:
-    trainer = {"batch_groups": 3, "lr": 1e38, "token_budget": 128, "threads": 1, "max_skipped": 2}
-    # Whether the second batch was sampled before or after the weights broke decides which of the two is seen first.
-    cause = r"(loss .*|a behaviour log-prob is not finite)"
-    with pytest.raises(RunFailed, match=rf"2 training steps in a row were not finite \(version 1: {cause}\); lower tr"):
-        run_with(tmp_path, tiny_model, "verify", run={"steps": 9}, trainer=trainer)
+    (tmp_path / "huge.py").write_text("def verify(task, text):\n    return -3e38\n")  # finite; a sum of three is not
+    trainer = {"batch_groups": 3, "token_budget": 128, "threads": 1, "max_skipped": 2}
+    algorithm = {"baseline": "none", "normalise": "none"}
+    task = {"verifier": f"{tmp_path}/huge.py:verify"}
+    with pytest.raises(RunFailed, match=r"2 training steps in a row were not finite \(version 0: loss .*\); lower tr"):
+        run_with(tmp_path, tiny_model, "verify", run={"steps": 9}, trainer=trainer, algorithm=algorithm, task=task)
     events = events_of(make_config(tmp_path, tiny_model))
-    assert [event.version for event in events if event.kind == "trained"] == [1]
-    assert [event.version for event in events if event.kind == "skipped"] == [1, 1]
+    assert not [event for event in events if event.kind == "trained"]
+    assert [event.version for event in events if event.kind == "skipped"] == [0, 0]
     dropped = [event for event in events if event.kind == "dropped"]
     assert [event.reason for event in dropped] == ["non_finite", "non_finite"]
     assert check_fates(events).dropped["non_finite"] == sum(event.tokens for event in dropped) > 0
     assert events[-1].status == "failed" and "not finite" in events[-1].cause
+
+
+def test_weights_that_give_nan_after_a_finite_step_are_named_before_an_engine_gets_them(
+    tmp_path: Path, tiny_model: str
+) -> None:
+    trainer = {"batch_groups": 3, "lr": 1e38, "token_budget": 128, "threads": 1}
+    with pytest.raises(RunFailed, match=r"the model of version 1 gives the probe NaN .* training diverged; lower tr"):
+        run_with(tmp_path, tiny_model, "verify", trainer=trainer)
+    events = events_of(make_config(tmp_path, tiny_model))
+    assert [event.version for event in events if event.kind == "swapped"] == [0]
+    assert not [event for event in events if event.kind == "trained"]
 
 
 def test_completions_end_at_every_token_that_config_generation_config_and_the_user_name(
