@@ -54,6 +54,7 @@ def train(
     `verifiers`) a function, `rollout.workflow` a class. An interrupt stops the run in order, as Ctrl-C does.
     """
     from headway import launch
+    from headway.control.interrupts import Stopping
     from headway.monitor.view import PlainView, View, open_view
 
     if isinstance(config, Config):
@@ -63,7 +64,7 @@ def train(
         values["task"] = {**values.get("task", {}), **task}
     made = validate(_by_reference(values), "config")
     view: View = open_view(sys.stdout) if progress else PlainView(_Nowhere())
-    stopping = launch.Stopping()
+    stopping = Stopping()
     try:
         _complete(lambda: launch.train(made, resume, view, overwrite, stopping), stopping.ask)
     finally:

@@ -11,12 +11,9 @@ import json
 import os
 import platform
 import re
-import signal
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +22,7 @@ import numpy as np
 import psutil
 
 from headway.config import SINGLE_TURN, Config
+from headway.control.interrupts import Stopping, interruptible, stoppable
 from headway.control.run_directory import BEST_MODEL, MODEL, check, claim, fingerprint, identity
 from headway.control.staleness import StalenessControl, resolve_window
 from headway.control.workers import Fleet, make_private, open_runtime, start_trainer
@@ -59,7 +57,6 @@ if TYPE_CHECKING:
     from headway.rollout.evaluate import Evaluation
 
 _PROBE_TOKENS = 48
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -131,6 +128,12 @@ def prepare(config: Config, to_train: bool = True) -> Prepared:
     if sampling.top_k or sampling.top_p < 1:
         notes.append("top-k or top-p truncates sampling, while log-probs are of the full distribution")
     return Prepared(config, model_config, context, longest, prompts, held_out, sampling, eval_sampling, notes)
+
+
+def _read(config: Config, view: View, to_train: bool = True) -> Prepared:
+    sentence = "stopped while the model and the prompts were read; the run directory is as it was"
+    with phase(view.on_event, "reading the model and the prompts"), interruptible(sentence):
+        return prepare(config, to_train)
 
 
 def _limited(held_out: list[Prompt], limit: int) -> list[Prompt]:
@@ -224,20 +227,6 @@ def probe(prompts: list[Prompt], longest: int = _PROBE_TOKENS) -> tuple[Ints, ..
 # Training
 
 
-class Stopping:
-    """How a run that a thread trains is asked to stop: `ask` does what Ctrl-C does in the main thread."""
-
-    def __init__(self) -> None:
-        self._ask: Callable[[], object] = lambda: None
-        self.stop: Callable[[], bool] = lambda: False  # whether the run then ends by itself
-
-    def connect(self, loop: asyncio.AbstractEventLoop, interrupt: Callable[[], object]) -> None:
-        self._ask = lambda: loop.call_soon_threadsafe(interrupt)
-
-    def ask(self) -> None:
-        self._ask()
-
-
 async def train(
     config: Config, resume: bool, view: View, overwrite: bool = False, stopping: Stopping | None = None
 ) -> Summary:
@@ -245,8 +234,7 @@ async def train(
     stopping = stopping or Stopping()
     directory = Path(config.run.dir)
     check(directory, config, resume, overwrite)
-    with phase(view.on_event, "reading the model and the prompts"):
-        prepared = prepare(config)
+    prepared = _read(config, view)
     for note in prepared.notes:
         view.message(note)
     if not resume:
@@ -266,7 +254,7 @@ async def train(
         view.follow(run)
         for listener in (run.on_event, view.on_event, metrics.on_event):
             log.subscribe(listener)
-        with _stoppable(stopping):
+        with stoppable(stopping):
             return await _train_and_report(prepared, log, run, directory, stopping)
     finally:
         if metrics is not None:
@@ -357,35 +345,6 @@ def _begin(prepared: Prepared, log: RunLog, directory: Path) -> None:
     )
 
 
-@contextmanager
-def _stoppable(stopping: Stopping) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP end the run in order: the first asks for that, each later one cancels what goes on.
-
-    Until the report is written, none of them is a traceback.
-    """
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None
-    is_first = True
-
-    def interrupt() -> None:
-        nonlocal is_first
-        if not is_first or not stopping.stop():
-            task.cancel()
-        is_first = False
-
-    stopping.connect(loop, interrupt)
-    numbers = _SIGNALS if threading.current_thread() is threading.main_thread() else ()  # Python allows no others
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        loop.add_signal_handler(number, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            loop.remove_signal_handler(number)
-            signal.signal(number, handler or signal.SIG_DFL)
-
-
 def _tasks(prepared: Prepared) -> "Tasks":
     from headway.control.controller import Tasks
 
@@ -415,8 +374,7 @@ async def rollout_only(config: Config, num_groups: int, view: View) -> list[Grou
     """The generating half alone: groups of the model as it is."""
     from headway.control.generation import open_generation
 
-    with phase(view.on_event, "reading the model and the prompts"):
-        prepared = prepare(config)
+    prepared = _read(config, view)
     stream = prepared.stream
     room = asyncio.Semaphore(2 * config.engine.max_num_seqs * config.engine.count)
     num_done = 0
@@ -465,8 +423,7 @@ async def evaluate_only(config: Config, view: View) -> "Evaluation":
     from headway.control.generation import open_generation
     from headway.rollout.evaluate import ProblemRecords, evaluate
 
-    with phase(view.on_event, "reading the model and the prompts"):
-        prepared = prepare(config, to_train=False)
+    prepared = _read(config, view, to_train=False)
     if not prepared.held_out:
         raise ConfigError("task.eval names no held-out rows; set it to evaluate")
     async with open_generation(config, view.on_event) as pool:

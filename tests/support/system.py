@@ -29,6 +29,10 @@ from headway.record.run import Run, fold
 from headway.record.tokens import TokenAccount
 from headway.tasks.prompts import PromptStream
 
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:  # in the background or under nohup, and so would be those of a run
+        signal.signal(number, usual)
+
 DEADLINE_S = 240.0  # of anything awaited, on a machine that may have much else to do
 
 TASK = '''
