@@ -95,9 +95,13 @@ def translated(
     try:
         yield
     except kinds as error:
-        lines = (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().splitlines()
-        said = sentence.replace(KIND, kind_of(error)).replace(CAUSE, lines[0] if lines else "")
-        raise to(said) from error
+        raise to(sentence.replace(KIND, kind_of(error)).replace(CAUSE, first_line(error))) from error
+
+
+def first_line(error: BaseException) -> str:
+    """What a foreign error says; a first line that ends in a colon is worth nothing without the second."""
+    said = (getattr(error, "strerror", None) or str(error)).strip().splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in said[: 1 + said[0].rstrip().endswith(":")])
 
 
 def kind_of(error: BaseException) -> str:

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from headway.config import InitSection
-from headway.errors import CAUSE, ConfigError, translated
+from headway.errors import CAUSE, ConfigError, first_line, translated
 from headway.model.attention import attention_softcap
 from headway.model.shape import ModelShape
 
@@ -89,10 +89,10 @@ def load_config(path: str) -> PreTrainedConfig:
         raise ConfigError(f"model directory {path} does not exist; make it (`headway sft CONFIG`) or set model.path")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of several unrelated types
         if "trust_remote_code" in str(error):
             raise ConfigError(f"model {path} needs code of its own, which Headway does not run; use another") from error
-        raise ConfigError(f"model {path} cannot be read: {_first_line(error)}") from error
+        raise ConfigError(f"model {path} cannot be read: {first_line(error)}") from error
     check_supported(config, path)
     return config
 
@@ -143,7 +143,7 @@ def check_weights(path: str, config: PreTrainedConfig) -> None:
             with safe_open(file, framework="pt") as opened:
                 names |= set(opened.keys())
         except (OSError, SafetensorError) as error:
-            sentence = f"the weights of {path} cannot be loaded: {file.name}: {_first_line(error)}"
+            sentence = f"the weights of {path} cannot be loaded: {file.name}: {first_line(error)}"
             raise ConfigError(f"{sentence}; fetch the model again") from error
     layers = {int(found[1]) for name in names if (found := re.match(r"model\.layers\.(\d+)\.", name))}
     if len(layers) != config.num_hidden_layers:
@@ -177,10 +177,6 @@ def end_tokens(path: str, config: PreTrainedConfig) -> set[int]:
     with suppress(OSError):
         listed.append(GenerationConfig.from_pretrained(path).eos_token_id)
     return {i for item in listed for i in (item if isinstance(item, list) else [item]) if i is not None}
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def build_model(init: InitSection, vocab_size: int, pad: int, eos: int, max_context: int, seed: int) -> PreTrainedModel:

@@ -145,7 +145,3 @@ def stop_tokens(named: list[int | str], tokenizer: "PreTrainedTokenizerBase", vo
             problem = f"sampling.stop_tokens names {token!r}, which is no token of the model"
             raise ConfigError(f"{problem}; name another, or set sampling.stop_strings")
     return set(found.values())
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

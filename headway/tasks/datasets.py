@@ -168,7 +168,9 @@ def _checked(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
         kind = "a JSON object" if "line" in where else "a dict"
         raise ConfigError(f"{where}: a row is {kind}, not {type(row).__name__}")
-    made = {str(name): _plain(value) for name, value in row.items()}
+    sentence = f"{where}: a value of the row holds itself; write it out"
+    with translated(RecursionError, ConfigError, sentence):
+        made = {str(name): _plain(value) for name, value in row.items()}
     if problem := codec.check_value(made, f"{where}: the row"):
         raise ConfigError(problem)
     return made
@@ -190,10 +192,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return value
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def same_prompt_key(prompt: Any) -> str:

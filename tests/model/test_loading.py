@@ -156,6 +156,13 @@ def test_a_config_that_contradicts_the_weights_is_refused(copied: Path, num_laye
     assert f"its config.json has {num_layers} layers and its weights have 2" in refused(lambda: load_model(str(copied)))
 
 
+def test_17_layer_types_that_contradict_the_number_of_layers_are_one_sentence(copied: Path) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"layer_types": ["full_attention"]}))
+    said = refused(lambda: load_config(str(copied)))
+    assert said.startswith(f"model {copied} cannot be read: ") and "`layer_types` (1)" in said and "\n" not in said
+
+
 def test_code_in_a_model_directory_is_not_run(copied: Path) -> None:
     config = json.loads((copied / "config.json").read_text())
     classes = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}

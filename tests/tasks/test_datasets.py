@@ -50,6 +50,13 @@ def test_a_missing_dataset_is_refused_by_name(tmp_path: Path) -> None:
         load_rows(str(tmp_path / "nowhere.jsonl"))
 
 
+def test_28_a_row_that_holds_itself_is_refused_by_its_number(tmp_path: Path) -> None:
+    text = "endless = []\nendless.append(endless)\ndef rows():\n    return [{'prompt': 'b', 'c': endless}]"
+    (tmp_path / "data.py").write_text(text)
+    with pytest.raises(ConfigError, match="row 0: a value of the row holds itself; write it out"):
+        load_rows(f"{tmp_path}/data.py:rows")
+
+
 def test_a_dataset_of_zero_rows_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "data.py").write_text("def rows():\n    return []\n")
