@@ -6,5 +6,5 @@ failing groups, `waits` says who waits for whom. `engine_pool` owns engines and 
 workers and the reward pool, `trainer_worker` the trainer, `saving` checkpoints and models; `generation` is the two
 pools without a trainer. `supervisor` starts and restarts workers, by the rules of `health`; `workers` starts processes,
 `mps` lets two of them share a GPU; `resize` takes requests for more or fewer engines; `resume` and `retrain` continue
-from the record, in a directory that `run_directory` has checked.
+from the record, in a directory that `run_directory` has checked; `interrupts` says what signals do.
 """
