@@ -92,10 +92,10 @@ class Browser:
 
 
 def measure(directory: Path, repetitions: int) -> Message:
-    from headway.monitor.viewer.index import RunIndex
+    from headway.monitor.viewer.index import OpenRun
 
     started = time.perf_counter()
-    index = RunIndex(directory)
+    opened = OpenRun(directory)
     folded_s = time.perf_counter() - started
     browser = Browser(directory)
     try:
@@ -113,8 +113,8 @@ def measure(directory: Path, repetitions: int) -> Message:
     finally:
         browser.close()
     return {
-        "trajectories": len(index.table["group"]),
-        "steps": len(index.steps),
+        "trajectories": len(opened.table["group"]),
+        "steps": len(opened.run.steps),
         "log_mib": (directory / "events.jsonl").stat().st_size / 2**20,
         "fold_s": folded_s,
         "poll_cpu_s": poll_s,

@@ -2,19 +2,18 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from headway.errors import HeadwayError
-from headway.monitor.reader import Prompted, RunReader
+from headway.monitor.reader import Prompted, RunReader, flattened
 from headway.monitor.report import SUMMARY_FILE
-from headway.monitor.text import clean, duration, printable
+from headway.monitor.text import clean, duration, figure, printable, share
 from headway.record.log import EVENTS_NAME, is_being_written
 
 TEXT_CHARACTERS = 2_000
@@ -53,8 +52,8 @@ def _group_lines(group: Prompted, whole: bool) -> Iterator[str]:
         stop = one.stops[-1] if one.stops else "none"
         yield f"  #{one.index} reward {one.reward:g}{parts} · {one.length} tokens, ended by {stop}{versions}"
         yield from _indented(one.text, whole)
-    for reason in group.failures:
-        yield f"  no reward: {clean(reason)}"
+    for index, reason in group.failures.items():
+        yield f"  #{index} no reward: {clean(reason)}"
     yield ""
 
 
@@ -106,7 +105,7 @@ def runs_table(listed: Sequence[Listed], now: float | None = None) -> Table:
             str(one.directory),
             one.status,
             f"{one.steps:,}",
-            _share(one.accuracy),
+            share(one.accuracy),
             f"{duration(now - one.changed)} ago",
         )
         table.add_row(*(Text(clean(cell)) for cell in cells))
@@ -118,7 +117,7 @@ def runs_table(listed: Sequence[Listed], now: float | None = None) -> Table:
 
 def compare(runs: Sequence[RunReader]) -> list[Table]:
     """The knobs that differ, and what came of it."""
-    flat = [dict(_flat(run.config)) for run in runs]
+    flat = [flattened(run.config) for run in runs]
     knobs = [knob for knob in dict.fromkeys(name for one in flat for name in one) if knob != "run.dir"]
     differing = [knob for knob in knobs if len({repr(one.get(knob)) for one in flat}) > 1]
     titles = [str(run.directory) for run in runs]
@@ -128,19 +127,17 @@ def compare(runs: Sequence[RunReader]) -> list[Table]:
         "status": [run.status for run in runs],
         "training steps": [f"{one.steps:,}" for one in summaries],
         "training time": [duration(one.wall_s) for one in summaries],
-        "held-out accuracy": [f"{_share(one.eval_before)} → {_share(one.eval_latest)}" for one in summaries],
+        "held-out accuracy": [f"{share(one.eval_before)} → {share(one.eval_latest)}" for one in summaries],
         "reward, first and last tenth": [
-            f"{_figure(one.reward_first)} → {_figure(one.reward_last)}" for one in summaries
+            f"{figure(one.reward_first)} → {figure(one.reward_last)}" for one in summaries
         ],
         "trained tokens per second": [
-            _figure(one.tokens_trained / one.wall_s if one.wall_s else None) for one in summaries
+            figure(one.tokens_trained / one.wall_s if one.wall_s else None) for one in summaries
         ],
-        "goodput": [_share(one.goodput) for one in summaries],
-        "staleness, mean and max": [
-            f"{_figure(one.staleness_mean)}, {_figure(one.staleness_max)}" for one in summaries
-        ],
-        "completion length, mean": [_figure(one.lengths.sampled_mean) for one in summaries],
-        "truncated": [_share(one.truncated_share) for one in summaries],
+        "goodput": [share(one.goodput) for one in summaries],
+        "staleness, mean and max": [f"{figure(one.staleness_mean)}, {figure(one.staleness_max)}" for one in summaries],
+        "completion length, mean": [figure(one.lengths.sampled_mean) for one in summaries],
+        "truncated": [share(one.truncated_share) for one in summaries],
         "groups dropped": [f"{one.num_dropped:,}" for one in summaries],
         "workers lost": [f"{sum(one.losses.values()):,}" for one in summaries],
     }
@@ -156,19 +153,3 @@ def _columns(first: str, titles: Sequence[str], rows: Sequence[tuple[str, Sequen
     if not rows:
         table.add_row("none differs")
     return table
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
-
-
-def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"

@@ -10,8 +10,9 @@
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 MODEL_NAME = "model"
+CACHED_GROUPS, CACHED_EVALUATIONS = 64, 4
 
 
 @dataclass(frozen=True)
@@ -52,30 +54,38 @@ class Prompted:
 
     id: int
     row: int  # of the prompt in the training rows
-    source: str  # its task, where the run has several
-    prompt: str
-    state: str  # in flight, waiting, taken, trained or dropped
-    reason: str  # why it was dropped
-    step: int | None  # the training step that took it
-    staleness: int | None  # of its oldest token at that step
-    trajectories: tuple[Scored, ...]
-    failures: tuple[str, ...]  # reasons of the trajectories that have no reward
+    prompt: str = ""
+    source: str = ""  # its task, where the run has several
+    reference: dict[str, str] = field(default_factory=dict)  # the rest of its row, shortened
+    state: str = ""  # in flight, waiting, taken, trained or dropped; empty of a held-out problem
+    reason: str = ""  # why it was dropped
+    step: int | None = None  # the training step that took it
+    staleness: int | None = None  # of its oldest token at that step
+    trajectories: tuple[Scored, ...] = ()
+    failures: dict[int, str] = field(default_factory=dict)  # of the trajectories without a reward, by index
 
 
 class RunReader:
-    """Reads one run directory; what a live run adds later is seen by a new reader."""
+    """Reads one run directory. What a live run adds later is seen by a new reader, or where `run` follows its log."""
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, run: Run | None = None) -> None:
         self.directory = Path(directory)
-        self.run = Run.read(self.directory)
-        if not self.run.began:
+        self.run = Run.read(self.directory) if run is None else run
+        if run is None and not self.run.began:
             raise HeadwayError(f"{self.directory / EVENTS_NAME} holds no events yet; wait until the run has begun")
-        self.config: dict[str, Any] = self.run.config
-        self._record = Record(self.directory / RECORD_NAME)
+        record = Record(self.directory / RECORD_NAME)
+        self._read = lru_cache(CACHED_GROUPS)(record.load)
+        self._read_batch = lru_cache(CACHED_EVALUATIONS)(record.load_batch)
+        self._read_tokens = lru_cache(1)(record.load_tokens)
         self._texts: Texts | None = None
 
     def __repr__(self) -> str:
         return f"<run {str(self.directory)!r}: {self.status}, step {self.run.num_trained} of {self.run.num_steps}>"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Every knob by section, as the run was started or resumed with."""
+        return self.run.config
 
     @property
     def status(self) -> str:
@@ -135,21 +145,16 @@ class RunReader:
 
     def group(self, id: int) -> Prompted:
         """One group with its texts, which a group in flight does not have yet."""
-        state, group = self._state(id), self._load(id)
-        trajectories = tuple(self._scored(one) for one in group.trajectories) if group else ()
-        step = state.taken + 1 if state.taken is not None else None
-        stale = state.taken - state.oldest if state.taken is not None and state.oldest is not None else None
-        return Prompted(
-            id=id,
-            row=state.prompt,
-            source=group.source if group else "",
-            prompt=self.texts.prompt(group) if group else "",
-            state=_place(state, self.run.num_trained),
+        state, group = self.state(id), self.load(id)
+        found = self.prompted(group) if group else Prompted(id, state.prompt)
+        taken, oldest = state.taken, state.oldest
+        return replace(
+            found,
+            state=place_of(state, self.run.num_trained),
             reason=state.dropped,
-            step=step,
-            staleness=stale,
-            trajectories=trajectories,
-            failures=tuple(failure.reason for failure in state.failures),
+            step=None if taken is None else taken + 1,
+            staleness=None if taken is None or oldest is None else taken - oldest,
+            failures={failure.trajectory: failure.reason for failure in state.failures},
         )
 
     def rows(self, step: int | None = None) -> Iterator[dict[str, Any]]:
@@ -178,12 +183,10 @@ class RunReader:
     def held_out(self) -> "DataFrame":
         """One row a completion of every evaluation: version, problem, prompt, completion, reward; needs pandas."""
         rows = []
-        for event in self.run.all(Evaluated):
-            batch = self._record.load_batch(event.groups_at) if event.groups_at is not None else None
-            for group in batch.groups if batch else ():
-                about = {"version": event.version, "problem": group.id, "prompt": self.texts.prompt(group)}
-                scored = map(self._scored, group.trajectories)
-                rows += [about | {"completion": one.text, "reward": one.reward} for one in scored]
+        for number, event in enumerate(self.run.all(Evaluated)):
+            for problem in map(self.prompted, self.evaluation(number)):
+                about = {"version": event.version, "problem": problem.id, "prompt": problem.prompt}
+                rows += [about | {"completion": one.text, "reward": one.reward} for one in problem.trajectories]
         frame: DataFrame = _pandas().DataFrame(rows)
         return frame
 
@@ -193,53 +196,98 @@ class RunReader:
         Its text, the version that sampled it, its log-prob under the behaviour, proximal and current policy, its
         importance weight, its advantage, and in `mask` why it was not trained; empty where it was.
         """
-        pandas, found, state = _pandas(), self._load(group), self._state(group)
-        trained = self._trained_tokens(state.taken + 1) if state.taken is not None else None
-        for one in found.trajectories if found else ():
-            if one.index == trajectory:
-                frame: DataFrame = pandas.DataFrame(token_columns(group, one, self.texts, trained))
-                return frame
-        raise HeadwayError(f"group {group} of {self.directory} has no trajectory {trajectory}")
+        frame: DataFrame = _pandas().DataFrame(self.token_columns(group, trajectory))
+        return frame
 
-    def _trained_tokens(self, step: int) -> TrainedTokens | None:
-        """What the loss of a training step saw of each token; None where it is not recorded."""
-        places = (taken.event.tokens_at for taken in self.run.steps if taken.event.version == step)
-        place = next(places, None)
-        return self._record.load_tokens(place) if place is not None else None
+    # What the viewer reads beside
 
     @property
     def texts(self) -> Texts:
-        if self._texts is None:
+        if self._texts is None or not self._texts.found:
             self._texts = Texts(self.directory, self.config)
         return self._texts
 
-    def _state(self, id: int) -> GroupState:
+    def state(self, id: int) -> GroupState:
         if not 0 <= id < len(self.run.groups):
             raise HeadwayError(f"{self.directory} has no group {id}; it admitted {len(self.run.groups)}")
         return self.run.groups[id]
 
-    def _load(self, id: int) -> Group | None:
-        return self._record.load(self.run.ref(id)) if self._state(id).ref is not None else None
+    def load(self, id: int) -> Group | None:
+        """A group as it was recorded; None while it is in flight."""
+        return self._read(self.run.ref(id)) if self.state(id).ref is not None else None
+
+    def evaluation(self, number: int) -> tuple[Group, ...]:
+        """The problems of an evaluation, the first is 0, with their completions; empty where they are not recorded."""
+        made = self.run.all(Evaluated)
+        if not 0 <= number < len(made):
+            raise HeadwayError(f"{self.directory} has no evaluation {number}; it made {len(made)}")
+        place = made[number].groups_at
+        return self._read_batch(place).groups if place is not None else ()
+
+    def problem(self, evaluation: int, number: int) -> Group:
+        """One held-out problem with its completions in an evaluation."""
+        groups = self.evaluation(evaluation)
+        if not 0 <= number < len(groups):
+            raise HeadwayError(f"evaluation {evaluation} of {self.directory} has no problem {number}")
+        return groups[number]
+
+    def trained_tokens(self, step: int) -> TrainedTokens | None:
+        """What the loss of a training step saw of each token; None where it is not recorded."""
+        place = self.run.steps[step - 1].event.tokens_at if 0 < step <= len(self.run.steps) else None
+        return self._read_tokens(place) if place is not None else None
+
+    def token_columns(self, number: int, trajectory: int, evaluation: int | None = None) -> dict[str, Any]:
+        """The columns of `tokens`, of a group or of a held-out problem."""
+        group, taken = (
+            (self.load(number), self.state(number).taken)
+            if evaluation is None
+            else (self.problem(evaluation, number), None)
+        )
+        for one in group.trajectories if group else ():
+            if one.index == trajectory:
+                trained = self.trained_tokens(taken + 1) if taken is not None else None
+                return token_columns(number, one, self.texts, trained)
+        raise HeadwayError(f"group {number} of {self.directory} has no trajectory {trajectory}")
+
+    def prompted(self, group: Group) -> Prompted:
+        """A recorded group with its texts."""
+        return Prompted(
+            group.id,
+            group.prompt_index,
+            self.texts.prompt(group),
+            group.source,
+            group.reference,
+            trajectories=tuple(map(self._scored, group.trajectories)),
+            failures={failure.trajectory: failure.reason for failure in group.failures},
+        )
 
     def _scored(self, trajectory: Trajectory) -> Scored:
-        sampled = [int(v) for one in trajectory.sequences for v in one.versions[one.versions >= 0]]
+        sampled = [int(version) for one in trajectory.sequences for version in one.versions[one.versions >= 0]]
         return Scored(
             index=trajectory.index,
             text=self.texts.completion(trajectory),
             reward=trajectory.reward,
             components=dict(trajectory.components),
-            length=len(sampled),
+            length=trajectory.num_sampled,
             stops=tuple(str(stop) for stop in trajectory.stops),
             versions=(min(sampled), max(sampled)) if sampled else None,
         )
 
 
-def _place(state: GroupState, num_trained: int) -> str:
+def place_of(state: GroupState, num_trained: int) -> str:
     if state.dropped:
         return "dropped"
     if state.taken is not None:
         return "trained" if state.is_trained(num_trained) else "taken"
     return "waiting" if state.ref is not None else "in flight"
+
+
+def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A config's knobs as section.key."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        found |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
 
 
 def _pandas() -> Any:

@@ -23,7 +23,7 @@ from headway.errors import HeadwayError
 from headway.monitor.audit import audit
 from headway.monitor.plot import draw
 from headway.monitor.scaling import Split, estimate
-from headway.monitor.text import clean, duration
+from headway.monitor.text import clean, duration, figure, share
 from headway.record.events import (
     Checkpointed,
     EtaChanged,
@@ -288,8 +288,8 @@ def _earlier_extra(path: Path, summary: Summary) -> dict[str, Any]:
 def _latest(summary: Summary) -> str:
     """The accuracy after training, or the latest of a run that ended earlier."""
     if summary.eval_after is None and summary.eval_latest is not None and summary.eval_latest != summary.eval_before:
-        return f"{_share(summary.eval_latest)} at the last evaluation"
-    return _share(summary.eval_after)
+        return f"{share(summary.eval_latest)} at the last evaluation"
+    return share(summary.eval_after)
 
 
 def _versions(summary: Summary) -> str:
@@ -307,34 +307,34 @@ def table(summary: Summary) -> Table:
         "status": summary.status + (f": {summary.cause}" if summary.cause else ""),
         "training steps": f"{summary.steps:,}" + (f", resumed {summary.resumed}×" if summary.resumed else ""),
         "training time": f"{duration(summary.wall_s)} of {duration(summary.total_s)} in all",
-        "held-out accuracy": f"{_share(summary.eval_before)} → {_latest(summary)} "
+        "held-out accuracy": f"{share(summary.eval_before)} → {_latest(summary)} "
         f"({_versions(summary)}{_evaluated(summary)})",
-        "reward, first and last tenth": f"{_figure(summary.reward_first)} → {_figure(summary.reward_last)}",
+        "reward, first and last tenth": f"{figure(summary.reward_first)} → {figure(summary.reward_last)}",
         "tokens generated": f"{summary.tokens_generated:,}",
-        "tokens trained": f"{summary.tokens_trained:,} ({_share(summary.goodput)} of those generated)",
-        "staleness": f"mean {_figure(summary.staleness_mean)}, max {_figure(summary.staleness_max)}, "
+        "tokens trained": f"{summary.tokens_trained:,} ({share(summary.goodput)} of those generated)",
+        "staleness": f"mean {figure(summary.staleness_mean)}, max {figure(summary.staleness_max)}, "
         f"bound {'none' if summary.staleness_bound is None else summary.staleness_bound}, "
         f"η {' → '.join(map(str, summary.eta))}",
-        "log-prob parity": f"largest difference {_figure(summary.parity_max_abs)} on the probe, "
-        f"{_figure(summary.sampled_gap_max_abs)} on sampled tokens",
-        "pause for new weights": f"mean {_figure(summary.pause_ms_mean)} ms, max {_figure(summary.pause_ms_max)} ms",
-        "busy": f"engine {_share(summary.engine_busy_share)}, trainer {_share(summary.trainer_busy_share)}",
+        "log-prob parity": f"largest difference {figure(summary.parity_max_abs)} on the probe, "
+        f"{figure(summary.sampled_gap_max_abs)} on sampled tokens",
+        "pause for new weights": f"mean {figure(summary.pause_ms_mean)} ms, max {figure(summary.pause_ms_max)} ms",
+        "busy": f"engine {share(summary.engine_busy_share)}, trainer {share(summary.trainer_busy_share)}",
         "waited": f"trainer for groups {summary.trainer_wait_s:,.1f} s, "
         f"generation for admission {summary.admission_wait_s:,.1f} s",
         "split": str(summary.split) if summary.split else "–",
-        "mean completion length": f"sampled {_figure(lengths.sampled_mean)}, trained {_figure(lengths.trained_mean)}, "
-        f"untrained {_figure(lengths.untrained_mean)}",
+        "mean completion length": f"sampled {figure(lengths.sampled_mean)}, trained {figure(lengths.trained_mean)}, "
+        f"untrained {figure(lengths.untrained_mean)}",
         "trained against sampled": "; ".join(summary.audit) or "–",
-        "truncated": f"{_share(summary.truncated_share)} of trained trajectories; stopped by "
+        "truncated": f"{share(summary.truncated_share)} of trained trajectories; stopped by "
         + (", ".join(f"{stop} {num:,}" for stop, num in summary.stops.items()) or "–"),
-        "zero variance": f"{_share(summary.zero_variance_share)} of trained groups (equal rewards, no gradient)",
+        "zero variance": f"{share(summary.zero_variance_share)} of trained groups (equal rewards, no gradient)",
         "failed trajectories": ", ".join(f"{num:,} {cause}" for cause, num in summary.failures.items()) or "none",
         "groups dropped": ", ".join(f"{num:,} {reason}" for reason, num in summary.dropped.items()) or "none",
         "workers lost": _losses(summary),
         "start-up": ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.startup.items()) or "–",
         "slow steps": "; ".join(summary.slow_steps) or "none",
-        "checkpoint stall": f"mean {_figure(summary.checkpoint_stall_s[0])} s, "
-        f"longest {_figure(summary.checkpoint_stall_s[1])} s",
+        "checkpoint stall": f"mean {figure(summary.checkpoint_stall_s[0])} s, "
+        f"longest {figure(summary.checkpoint_stall_s[1])} s",
         "tokens by fate": ", ".join(f"{num:,} {fate}" for fate, num in _fates(summary.tokens)),
         **{f"warning: {kind}": message for kind, message in summary.warnings.items()},
         **{name: str(value) for name, value in summary.extra.items() if value is not None},
@@ -367,11 +367,3 @@ def _fates(fates: TokenCounts) -> list[tuple[str, int]]:
         for name in ("trained", "waiting", "in_flight", "lost", "recomputed")
     ]
     return [(name, num) for name, num in kept + dropped if num]
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
-
-
-def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"

@@ -28,6 +28,14 @@ def number(value: float | None, spec: str) -> str:
     return "-".rjust(int(spec.split(".")[0] or 1)) if value is None else format(value, spec)
 
 
+def share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
+
+
 def sparkline(values: list[float], width: int) -> str:
     """The whole series in `width` characters: the mean of each stretch, scaled between the least and the largest."""
     if not values:

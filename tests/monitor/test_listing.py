@@ -90,7 +90,7 @@ def test_runs_lists_the_latest_first_from_summary_or_log(recorded: RecordedRun, 
 
 def test_compare_shows_the_knobs_that_differ_and_both_results(recorded: RecordedRun, tmp_path: Path) -> None:
     one, other = RunReader(recorded.directory), RunReader(recorded.directory)
-    other.config = other.run.config = {**one.config, "trainer": {"lr": 0.5}}
+    other.run.config = {**one.config, "trainer": {"lr": 0.5}}
     knobs, results = map(shown, listing.compare([one, other]))
     assert "trainer.lr" in knobs and "0.5" in knobs and "run.steps" not in knobs
     assert "training steps" in results and "held-out accuracy" in results
@@ -99,7 +99,7 @@ def test_compare_shows_the_knobs_that_differ_and_both_results(recorded: Recorded
 
 def test_the_model_card_holds_facts_of_the_record_and_no_markup_of_others(recorded: RecordedRun) -> None:
     run = RunReader(recorded.directory)
-    run.config = run.run.config = CONFIG
+    run.run.config = CONFIG
     card = model_card(run, None)
     front = card.split("---\n")[1]
     assert "base_model" not in front, "a name that was not fetched from a hub is not called one"
@@ -114,7 +114,7 @@ def test_export_copies_the_model_once_and_refuses_to_write_over_one(recorded: Re
     with pytest.raises(HeadwayError, match="holds no saved model"):
         export_model(run, tmp_path / "out")
     (recorded.directory / "model" / "config.json").write_text("{}")
-    run.config = run.run.config = CONFIG
+    run.run.config = CONFIG
     assert export_model(run, tmp_path / "out") is None, "no weights, so no version"
     assert {"README.md", "config.json", "headway_config.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
     with pytest.raises(HeadwayError, match="exists; name a directory that does not"):

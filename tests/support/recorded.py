@@ -8,6 +8,7 @@ import numpy as np
 
 from headway.record.events import (
     Admitted,
+    Dropped,
     Ended,
     Evaluated,
     Event,
@@ -119,6 +120,15 @@ class RecordedRun:
                 oldest=versions[0], newest=versions[1], seconds=1.0,
             )
         )  # fmt: skip
+        return number
+
+    def drop_group(self, cause: str) -> int:
+        """A group all of whose trajectories failed, so that it never finished."""
+        number = self.num_groups
+        self.num_groups += 1
+        self.add(Admitted(group=number, prompt=number % self.prompts, eta=1, version=max(0, self.version - 1)))
+        failures = tuple(FailedTrajectory(trajectory=index, reason=cause, tokens=0) for index in range(self.size))
+        self.add(Dropped(groups=(number,), reason="failed", tokens=0, failures=failures))
         return number
 
     def train(self, groups: list[int]) -> None:

@@ -1,7 +1,7 @@
-"""What the viewer's page asks, answered from run indices and the record: plain values, ready for JSON.
+"""What the viewer's page asks, answered from the fold of a run's log and its record: values ready for JSON.
 
-Parameters arrive as strings from a browser. A number that is none is a `ValueError`, which the server answers as a bad
-request; a run or group that does not exist likewise.
+Parameters arrive as strings from a browser. A number that is none is a `ValueError`, a run or group that does not exist
+a `HeadwayError`; the server answers both as a bad request.
 """
 
 import math
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.monitor.viewer.index import STATES, STOPS, RunIndex, Span
+from headway.monitor.reader import Prompted, flattened
+from headway.monitor.viewer.index import STATES, STOPS, OpenRun, Span, Table
 from headway.monitor.viewer.metrics import METRICS, series_of
-from headway.monitor.viewer.opened import OpenRun
 from headway.monitor.viewer.questions import QUESTIONS
-from headway.monitor.viewer.tokens import token_columns
-from headway.types import Group, Trajectory
+from headway.record import events
+from headway.record.log import EVENTS_NAME, is_being_written
 
 Parameters = Mapping[str, str]
 
@@ -55,58 +55,51 @@ class Queries:
         if not 0 <= number < len(self.runs):
             raise ValueError(f"there is no run {number}; the viewer shows {len(self.runs)}")
         run = self.runs[number]
-        run.index.refresh()
+        run.refresh()
         return run
 
     def list_runs(self, _parameters: Parameters) -> dict[str, Any]:
         for run in self.runs:
-            run.index.refresh()
+            run.refresh()
         return {
             "runs": [
                 {
                     "name": run.name,
-                    "directory": str(run.index.directory),
-                    "status": run.index.status,
-                    "live": run.index.is_live,
-                    "facts": _facts(run.index),
+                    "directory": str(run.directory),
+                    "status": run.reader.status,
+                    "live": is_being_written(run.directory / EVENTS_NAME),
+                    "facts": _facts(run),
                 }
                 for run in self.runs
             ]
         }
 
     def series(self, parameters: Parameters) -> dict[str, Any]:
-        index = self._run(parameters).index
+        run = self._run(parameters)
         return {
             "metrics": METRICS,
-            "columns": series_of(index),
+            "columns": series_of(run),
             "evaluations": [
-                {
-                    "wall_s": wall_s,
-                    "version": event.version,
-                    "version_last": event.version_last,
-                    "accuracy": event.accuracy,
-                    "num": event.num,
-                }
-                for wall_s, event in index.evaluations
+                {"wall_s": run.run.clock.at(event.time), "version": event.version, "accuracy": event.accuracy}
+                for event in run.evaluations
             ],
-            "markers": index.markers.all,
-            "warnings": index.warnings,
+            "markers": run.markers,
+            "warnings": [event.message for event in run.run.all(events.Warned)],
         }
 
     def timeline(self, parameters: Parameters) -> dict[str, Any]:
-        index = self._run(parameters).index
-        start, end = _float(parameters, "from", 0.0), _float(parameters, "to", index.total_s)
+        run = self._run(parameters)
+        total_s = run.run.clock.total_s
+        start, end = _float(parameters, "from", 0.0), _float(parameters, "to", total_s)
         pixel = max(1e-9, (end - start) / max(1, min(4000, int(parameters.get("pixels", "1200")))))
-        rows = [
-            {"name": name, "spans": merged(visible(spans, start, end), pixel)} for name, spans in index.spans.items()
-        ]
-        inside = [marker for marker in index.markers.all if start <= marker["wall_s"] <= end]
-        return {"rows": rows, "markers": inside, "total_s": index.total_s}
+        rows = [{"name": name, "spans": merged(visible(spans, start, end), pixel)} for name, spans in run.spans.items()]
+        inside = [marker for marker in run.markers if start <= marker["wall_s"] <= end]
+        return {"rows": rows, "markers": inside, "total_s": total_s}
 
     def trajectories(self, parameters: Parameters) -> dict[str, Any]:
         """One page of rows: filtered and sorted over columns; a text search reads the record of what is left."""
         run = self._run(parameters)
-        table = run.index.table
+        table = run.table
         rows = np.flatnonzero(matches(table, parameters))
         column = table.get(parameters.get("sort", "group"))
         if column is None:
@@ -130,28 +123,21 @@ class Queries:
         run, number = self._run(parameters), int(parameters.get("group", ""))
         if parameters.get("evaluation"):
             return _problem(run, int(parameters["evaluation"]), number)
-        facts, group = run.facts(number), run.group(number)
-        same = np.flatnonzero(np.array(run.index.groups.prompt) == facts.prompt).tolist()
-        others = [{"group": other, "step": run.index.groups[other].step} for other in same if other != number]
+        found, state = run.reader.group(number), run.run.groups[number]
+        others = [one for one in run.run.groups if one.prompt == state.prompt and one is not state]
         return {
-            "prompt": facts.prompt,
-            "state": f"{facts.state} ({facts.reason})" if facts.reason else facts.state,
-            "step": facts.step,
-            "eta": facts.eta,
-            "admitted_version": facts.version,
-            "same_prompt": others[:12],
-            **_contents(run, group),
+            **_shown(found),
+            "state": f"{found.state} ({found.reason})" if found.reason else found.state,
+            "text": found.prompt or ("the group is being generated" if found.state == "in flight" else ""),
+            "eta": state.eta,
+            "admitted_version": state.version,
+            "same_prompt": [{"group": one.id, "step": _step(one.taken)} for one in others[:12]],
         }
 
     def tokens(self, parameters: Parameters) -> dict[str, Any]:
-        run, number = self._run(parameters), int(parameters.get("group", ""))
-        evaluation, wanted = parameters.get("evaluation"), int(parameters.get("trajectory", ""))
-        group = run.problem(int(evaluation), number) if evaluation else run.group(number)
-        for trajectory in group.trajectories if group else ():
-            if trajectory.index == wanted:
-                tokens = None if evaluation else run.trained_tokens(run.facts(number).step)
-                return token_columns(number, trajectory, run.texts, tokens)
-        raise ValueError(f"group {number} has no trajectory {wanted}")
+        run, evaluation = self._run(parameters), parameters.get("evaluation")
+        number, trajectory = int(parameters.get("group", "")), int(parameters.get("trajectory", ""))
+        return run.reader.token_columns(number, trajectory, int(evaluation) if evaluation else None)
 
     def questions(self, parameters: Parameters) -> dict[str, Any]:
         run = self._run(parameters)
@@ -163,7 +149,7 @@ class Queries:
         return QUESTIONS[asked][1](run)
 
     def configs(self, _parameters: Parameters) -> dict[str, Any]:
-        flat = [flattened(run.index.config) for run in self.runs]
+        flat = [flattened(run.run.config) for run in self.runs]
         knobs = list(dict.fromkeys(knob for config in flat for knob in config))
         rows = []
         for knob in knobs:
@@ -174,43 +160,32 @@ class Queries:
         return {"rows": rows}
 
 
-def _contents(run: OpenRun, group: Group | None) -> dict[str, Any]:
-    """The prompt of a group, what its row says beside it, and its completions."""
-    if group is None:
-        return {"text": "the group is being generated", "reference": {}, "trajectories": [], "failures": []}
+def _step(taken: int | None) -> int | None:
+    return None if taken is None else taken + 1
+
+
+def _shown(found: Prompted) -> dict[str, Any]:
+    """What the page shows of a group wherever it comes from."""
     return {
-        "text": run.prompt(group),
-        "reference": group.reference,
-        "trajectories": [_summary(run, trajectory) for trajectory in group.trajectories],
-        "failures": [{"trajectory": failure.trajectory, "reason": failure.reason} for failure in group.failures],
+        "row": found.row,
+        "step": found.step,
+        "text": found.prompt,
+        "reference": found.reference,
+        "trajectories": found.trajectories,
+        "failures": [{"trajectory": index, "reason": reason} for index, reason in found.failures.items()],
     }
 
 
 def _problem(run: OpenRun, number: int, problem: int) -> dict[str, Any]:
     """A held-out problem in one evaluation, and where it is in the others."""
+    found = run.reader.prompted(run.reader.problem(number, problem))
     others = [
         {"evaluation": other, "group": problem, "step": event.version, "reward": run.scores(other).get(problem)}
-        for other, (_, event) in enumerate(run.index.evaluations)
+        for other, event in enumerate(run.evaluations)
         if other != number and event.groups_at is not None
     ]
-    event = run.index.evaluations[number][1] if 0 <= number < len(run.index.evaluations) else None
-    group = run.problem(number, problem)
-    assert event is not None
-    return {
-        "prompt": group.prompt_index,
-        "state": f"held out, evaluated at version {event.version}",
-        "step": None,
-        "same_prompt": others,
-        **_contents(run, group),
-    }
-
-
-def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """section.key → value."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        found |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found
+    state = f"held out, evaluated at version {run.evaluations[number].version}"
+    return {**_shown(found), "state": state, "same_prompt": others}
 
 
 def visible(spans: list[Span], start: float, end: float) -> list[Span]:
@@ -234,7 +209,7 @@ def merged(spans: list[Span], pixel: float) -> list[Span]:
 _RANGES = ("step", "reward", "length", "staleness", "prompt", "group")
 
 
-def matches(table: Mapping[str, NDArray[Any]], parameters: Parameters) -> NDArray[np.bool_]:
+def matches(table: Table, parameters: Parameters) -> NDArray[np.bool_]:
     """Which rows pass the filters; `NAME` asks for a value, `NAME_min` and `NAME_max` for a range."""
     wanted = np.ones(len(table["group"]), np.bool_)
     for name in _RANGES:
@@ -260,49 +235,41 @@ def _float(parameters: Parameters, name: str, default: float) -> float:
     return value
 
 
-def _search(
-    run: OpenRun, table: Mapping[str, NDArray[Any]], rows: NDArray[np.int64], text: str
-) -> tuple[NDArray[np.int64], int]:
+def _search(run: OpenRun, table: Table, rows: NDArray[np.int64], text: str) -> tuple[NDArray[np.int64], int]:
     """The rows whose completion or failure contains the text, and how many rows were looked through."""
-    needle, read = text.casefold(), 0
+    needle = text.casefold()
     texts: dict[int, dict[int, str]] = {}
     found: list[int] = []
     for searched, row in enumerate(rows.tolist()):
         number = int(table["group"][row])
         if number not in texts:
-            if read == SEARCH_LIMIT:
+            if len(texts) == SEARCH_LIMIT:
                 return np.array(found, np.int64), searched
-            read += 1
-            texts[number] = _texts_of(run, number)
+            texts[number] = _texts_of(run.reader.group(number))
         if needle in texts[number].get(int(table["trajectory"][row]), "").casefold():
             found.append(row)
     return np.array(found, np.int64), len(rows)
 
 
-def _texts_of(run: OpenRun, number: int) -> dict[int, str]:
-    group = run.group(number)
-    if group is None:
-        return {}
-    texts = {trajectory.index: run.completion(trajectory) for trajectory in group.trajectories}
-    return texts | {failure.trajectory: failure.reason for failure in group.failures}
+def _texts_of(group: Prompted) -> dict[int, str]:
+    return {one.index: one.text for one in group.trajectories} | group.failures
 
 
-def _row(run: OpenRun, table: Mapping[str, NDArray[Any]], row: int) -> dict[str, Any]:
-    number, index = int(table["group"][row]), int(table["trajectory"][row])
-    reward = float(table["reward"][row])
-    text = _texts_of(run, number).get(index, "")
+def _row(run: OpenRun, table: Table, row: int) -> dict[str, Any]:
+    index, reward = int(table["trajectory"][row]), float(table["reward"][row])
+    group = run.reader.group(int(table["group"][row]))
     return {
-        "group": number,
+        "group": group.id,
         "trajectory": index,
-        "prompt": int(table["prompt"][row]),
+        "prompt": group.row,
         "step": _known(table["step"][row]),
         "reward": None if math.isnan(reward) else reward,
         "length": int(table["length"][row]),
         "staleness": _known(table["staleness"][row]),
         "stop": STOPS[table["stop"][row]] if table["stop"][row] else None,
         "state": STATES[table["state"][row]],
-        "question": run.prompt_of(number)[-QUESTION_CHARACTERS:],
-        "preview": text[-PREVIEW_CHARACTERS:],
+        "question": group.prompt[-QUESTION_CHARACTERS:],
+        "preview": _texts_of(group).get(index, "")[-PREVIEW_CHARACTERS:],
     }
 
 
@@ -310,26 +277,11 @@ def _known(value: Any) -> int | None:
     return int(value) if value >= 0 else None
 
 
-def _summary(run: OpenRun, trajectory: Trajectory) -> dict[str, Any]:
-    sampled = np.concatenate([s.versions[s.versions >= 0] for s in trajectory.sequences] or [np.zeros(0, np.int32)])
-    versions = [int(sampled.min()), int(sampled.max())] if len(sampled) else []
-    return {
-        "index": trajectory.index,
-        "reward": trajectory.reward,
-        "components": trajectory.components,
-        "length": trajectory.num_sampled,
-        "stops": [str(stop) for stop in trajectory.stops],
-        "versions": versions[:1] if len(set(versions)) == 1 else versions,
-        "text": run.completion(trajectory),
-    }
-
-
-def _facts(index: RunIndex) -> dict[str, Any]:
+def _facts(run: OpenRun) -> dict[str, Any]:
     """The cards at the head of the run page."""
-    last = index.steps[-1] if index.steps else None
-    accuracies = [event for _, event in index.evaluations if event.accuracy is not None]
-    planned = index.config.get("run", {}).get("steps")
-    facts: dict[str, Any] = {"status": index.status, "steps": f"{len(index.steps)} of {planned}"}
+    state, last = run.run, run.run.steps[-1].event if run.run.steps else None
+    accuracies = [event for event in run.evaluations if event.accuracy is not None]
+    facts: dict[str, Any] = {"status": run.reader.status, "steps": f"{len(state.steps)} of {state.num_steps}"}
     if last is not None:
         facts["reward, last step"] = last.reward
         facts["staleness, last step"] = f"{last.staleness_mean:.2f}, max {last.staleness_max}"
@@ -337,6 +289,6 @@ def _facts(index: RunIndex) -> dict[str, Any]:
         facts[f"accuracy, v{accuracies[0].version} → v{accuracies[-1].version}"] = (
             f"{accuracies[0].accuracy:.1%} → {accuracies[-1].accuracy:.1%}"
         )
-    facts["groups dropped"] = sum(index.dropped.values())
-    facts["wall time, s"] = round(index.total_s)
+    facts["groups dropped"] = len(state.dropped)
+    facts["wall time, s"] = round(state.clock.total_s)
     return facts

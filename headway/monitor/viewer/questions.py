@@ -1,15 +1,14 @@
 """Questions that are asked of every run, each answered as a table: a note, headings, and rows that link to groups."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from headway.monitor.viewer.index import STATES, GroupFacts
-from headway.monitor.viewer.opened import OpenRun
-from headway.record.events import Finished
+from headway.monitor.viewer.index import STATES, OpenRun
+from headway.record.run import GroupState
 from headway.types import Trajectory
 
 Answer = dict[str, Any]
@@ -23,23 +22,21 @@ def _answer(note: str, headings: list[str], rows: list[dict[str, Any]]) -> Answe
     return {"note": note, "headings": headings, "rows": rows[:MOST_ROWS]}
 
 
-def _trained(run: OpenRun) -> list[tuple[int, GroupFacts]]:
-    return [(group, facts) for group, facts in enumerate(run.index.groups) if facts.step is not None]
-
-
-def _rewards(facts: GroupFacts) -> list[float]:
-    return [reward for reward in (facts.finished.rewards if facts.finished else ()) if reward is not None]
+def _rewards(group: GroupState) -> list[float]:
+    return [reward for reward in group.rewards if reward is not None]
 
 
 def _first_text(run: OpenRun, group: int) -> str:
-    found = run.group(group)
-    return run.completion(found.trajectories[0])[:TEXT_CHARACTERS] if found and found.trajectories else ""
+    found = run.reader.group(group).trajectories
+    return found[0].text[:TEXT_CHARACTERS] if found else ""
 
 
-def _by_prompt(run: OpenRun) -> dict[int, list[tuple[int, GroupFacts]]]:
-    found: dict[int, list[tuple[int, GroupFacts]]] = defaultdict(list)
-    for group, facts in _trained(run):
-        found[facts.prompt].append((group, facts))
+def _by_prompt(run: OpenRun) -> dict[int, list[GroupState]]:
+    """The trained groups of each prompt, in order of admission."""
+    found: dict[int, list[GroupState]] = defaultdict(list)
+    for group in run.run.groups:
+        if group.is_trained(run.run.num_trained):
+            found[group.prompt].append(group)
     return found
 
 
@@ -100,23 +97,21 @@ class Seen:
     def text(self, run: OpenRun) -> str:
         if self.evaluation is None:
             return _first_text(run, self.group)
-        group = run.problem(self.evaluation, self.group)
-        return run.completion(group.trajectories[0])[:TEXT_CHARACTERS] if group.trajectories else ""
+        found = run.reader.problem(self.evaluation, self.group).trajectories
+        return run.reader.texts.completion(found[0])[:TEXT_CHARACTERS] if found else ""
 
 
 def _seen_again(run: OpenRun) -> Iterator[list[Seen]]:
     """Each prompt that was answered more than once, in order of version."""
     problems: dict[int, list[Seen]] = defaultdict(list)
-    for number, (_, event) in enumerate(run.index.evaluations):
+    for number, event in enumerate(run.evaluations):
         for problem, reward in run.scores(number).items():
             problems[problem].append(Seen(problem, event.version, reward, problem, number))
     yield from (seen for seen in problems.values() if len(seen) > 1)
     for prompt, groups in _by_prompt(run).items():
-        if len(groups) > 1:
-            paid = [(number, facts, rewards) for number, facts in groups if (rewards := _rewards(facts))]
-            seen = [Seen(prompt, facts.version, sum(r) / len(r), number) for number, facts, r in paid]
-            if len(seen) > 1:
-                yield seen
+        paid = [(group, rewards) for group in groups if (rewards := _rewards(group))]
+        if len(paid) > 1:
+            yield [Seen(prompt, group.version, sum(r) / len(r), group.id) for group, r in paid]
 
 
 def never_solved(run: OpenRun) -> Answer:
@@ -128,22 +123,23 @@ def always_solved(run: OpenRun) -> Answer:
 
 
 def _constant(run: OpenRun, best: bool) -> Answer:
-    rewards = run.index.table["reward"]
+    rewards = run.table["reward"]
     known = rewards[~np.isnan(rewards)]
     wanted = (float(known.max()) if best else float(known.min())) if len(known) else 0.0
     rows: list[dict[str, Any]] = []
     for prompt, seen in _by_prompt(run).items():
-        paid = [reward for _, facts in seen for reward in _rewards(facts)]
+        paid = [reward for group in seen for reward in _rewards(group)]
         if paid and all(reward == wanted for reward in paid):
-            cells = [prompt, len(seen), len(paid), _first_text(run, seen[-1][0]) if len(rows) < MOST_ROWS else ""]
-            rows.append({"group": seen[-1][0], "cells": cells})
+            rows.append({"group": seen[-1].id, "cells": [prompt, len(seen), len(paid), ""]})
     rows.sort(key=lambda row: -row["cells"][1])
+    for row in rows[:MOST_ROWS]:
+        row["cells"][-1] = _first_text(run, row["group"])
     note = f"Prompts all of whose completions earned {wanted:g}: {len(rows)}. They teach nothing."
     return _answer(note, ["row", "groups", "completions", "the last one"], rows)
 
 
 def _extreme(run: OpenRun, column: str, note: str) -> Answer:
-    table = run.index.table
+    table = run.table
     rows = []
     for row in np.argsort(-table[column], kind="stable")[:MOST_ROWS].tolist():
         group, index = int(table["group"][row]), int(table["trajectory"][row])
@@ -163,9 +159,9 @@ def stalest(run: OpenRun) -> Answer:
 def down_weighted(run: OpenRun) -> Answer:
     """The trained tokens whose applied importance weight is smallest, in the last steps; masked ones have none."""
     found: list[tuple[float, int, list[int], int]] = []  # weight, step, source, which of its trained tokens
-    recorded = [step.version for step in run.index.steps if step.tokens_at is not None][-SCANNED_STEPS:]
+    recorded = [step.event.version for step in run.run.steps if step.event.tokens_at is not None][-SCANNED_STEPS:]
     for step in recorded:
-        tokens = run.trained_tokens(step)
+        tokens = run.reader.trained_tokens(step)
         assert tokens is not None
         weights, ends = np.where(tokens.weights > 0, tokens.weights, np.inf), np.cumsum(tokens.counts)
         for token in np.argsort(weights, kind="stable")[: MOST_ROWS // 2].tolist():
@@ -174,13 +170,15 @@ def down_weighted(run: OpenRun) -> Answer:
             found.append((float(weights[token]), step, source, token - int(ends[sample] - tokens.counts[sample])))
     rows = []
     for weight, step, (number, index, part), place in sorted(found)[:MOST_ROWS]:
-        group = run.group(number)
+        group = run.reader.load(number)
         assert group is not None
         (trajectory,) = (one for one in group.trajectories if one.index == index)
         sequence = trajectory.sequences[part]
         position = int(np.flatnonzero(sequence.loss_mask)[place])
         token = sum(len(one.tokens) for one in trajectory.sequences[:part]) + position
-        text, before = (run.texts.text(sequence.tokens[a : position + b].tolist()) for a, b in ((position, 1), (0, 0)))
+        text, before = (
+            run.reader.texts.text(sequence.tokens[a : position + b].tolist()) for a, b in ((position, 1), (0, 0))
+        )
         cells = [weight, text, before[-40:], step, number, index, int(sequence.versions[position])]
         rows.append({"group": number, "trajectory": index, "token": token, "cells": cells})
     note = (
@@ -192,9 +190,9 @@ def down_weighted(run: OpenRun) -> Answer:
 def swaps(run: OpenRun) -> Answer:
     """Completions that new weights interrupted, the newest first, with the token at which each swap took effect."""
     rows: list[dict[str, Any]] = []
-    spanning = [group for group, facts in enumerate(run.index.groups) if _spans_versions(facts.finished)]
+    spanning = [group.id for group in run.run.groups if group.oldest != group.newest]
     for number in reversed(spanning):
-        group = run.group(number)
+        group = run.reader.load(number)
         for trajectory in group.trajectories if group else ():
             rows += _swaps_of(run, number, trajectory)
         if len(rows) >= MOST_ROWS:
@@ -204,17 +202,15 @@ def swaps(run: OpenRun) -> Answer:
     return _answer(note, headings, rows)
 
 
-def _spans_versions(event: Finished | None) -> bool:
-    return event is not None and event.oldest is not None and event.oldest != event.newest
-
-
 def _swaps_of(run: OpenRun, group: int, trajectory: Trajectory) -> Iterator[dict[str, Any]]:
     start = 0
     for sequence in trajectory.sequences:
         places = np.flatnonzero(sequence.versions >= 0)
         versions = sequence.versions[places]
         for place in (np.flatnonzero(np.diff(versions)) + 1).tolist():
-            before, after = (run.texts.text(part.tolist()) for part in np.split(sequence.tokens[places], [place]))
+            before, after = (
+                run.reader.texts.text(part.tolist()) for part in np.split(sequence.tokens[places], [place])
+            )
             change = f"{versions[place - 1]} → {versions[place]}"
             link = {"group": group, "trajectory": trajectory.index, "token": start + int(places[place])}
             yield {**link, "cells": [group, trajectory.index, change, place, before[-40:], after[:40]]}
@@ -222,17 +218,13 @@ def _swaps_of(run: OpenRun, group: int, trajectory: Trajectory) -> Iterator[dict
 
 
 def why_dropped(run: OpenRun) -> Answer:
+    groups = [run.run.groups[number] for number in run.run.dropped]
     rows = [
-        {"group": group, "cells": [group, facts.prompt, facts.reason, _why(run, facts)]}
-        for group, facts in enumerate(run.index.groups)
-        if facts.state == "dropped"
+        {"group": one.id, "cells": [one.id, one.prompt, one.dropped, one.failures[0].reason if one.failures else ""]}
+        for one in groups
     ]
-    counts = ", ".join(f"{count} × {reason}" for reason, count in run.index.dropped.most_common()) or "none"
-    return _answer(f"Groups dropped: {counts}.", ["group", "row", "reason", "first failure"], rows)
-
-
-def _why(run: OpenRun, facts: GroupFacts) -> str:
-    return facts.finished.failures[0].reason if facts.finished and facts.finished.failures else ""
+    counts = ", ".join(f"{count} × {reason}" for reason, count in Counter(run.run.dropped.values()).most_common())
+    return _answer(f"Groups dropped: {counts or 'none'}.", ["group", "row", "reason", "first failure"], rows)
 
 
 QUESTIONS: dict[str, tuple[str, Callable[[OpenRun], Answer]]] = {

@@ -84,7 +84,7 @@ class Viewer:
         entering = request.path == "/" and "token" in request.query
         if entering:
             given = request.query["token"]
-        if not hmac.compare_digest(given.encode(), self.token.encode()):
+        if not hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):
             return _refusal(401, "the access token is missing or wrong; open the link that headway view printed")
         if entering:
             answer: web.StreamResponse = web.Response(status=302, headers={"Location": "/", **_HEADERS})

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from recorded import RecordedRun, write_tokenizer
 
+from headway.errors import HeadwayError
 from headway.monitor.viewer.queries import Queries, merged
+from headway.record.events import Phase
 
 HOSTILE = "<script>fetch('/')</script> \x1b[2J \u202eabc"
 
@@ -84,7 +86,7 @@ def test_tokens_of_a_group_that_was_not_trained_have_no_figures_of_a_loss(run: R
 def test_a_group_shows_its_prompt_completions_failures_and_the_same_prompt_at_other_steps(run: RecordedRun) -> None:
     group = asked(run, "group", group=12)
     assert group["text"] == "what is 2?" and group["step"] == 4
-    assert [one["text"] for one in group["trajectories"]] == ["the answer is 2"] * 4
+    assert [one.text for one in group["trajectories"]] == ["the answer is 2"] * 4
     assert group["same_prompt"] == [{"group": 2, "step": 1}]
     number = run.finish_group(["x"], failure="it hung")
     assert asked(run, "group", group=number)["failures"] == [{"trajectory": 1, "reason": "it hung"}]
@@ -139,7 +141,7 @@ def test_series_have_one_value_for_each_step_and_the_metrics_are_described(run: 
     series = asked(run, "series")
     assert series["columns"]["step"] == [1, 2, 3, 4, 5]
     assert all(len(column) == 5 for column in series["columns"].values())
-    assert series["columns"]["zero_variance"] == [1.0] * 5
+    assert series["columns"]["zero_variance_share"] == [1.0] * 5
     assert {metric["name"] for metric in series["metrics"]} >= series["columns"].keys() - {"step", "wall_s"}
 
 
@@ -158,7 +160,7 @@ def test_a_live_run_is_followed_without_reading_it_again(run: RecordedRun) -> No
 def test_a_run_without_a_tokenizer_shows_token_numbers(tmp_path: Path) -> None:
     bare = RecordedRun(tmp_path / "bare")
     bare.train([bare.finish_group(["ab"])])
-    assert "⟨3⟩" in asked(bare, "group", group=0)["trajectories"][0]["text"]
+    assert "⟨3⟩" in asked(bare, "group", group=0)["trajectories"][0].text
 
 
 @pytest.mark.parametrize(
@@ -169,14 +171,29 @@ def test_a_run_without_a_tokenizer_shows_token_numbers(tmp_path: Path) -> None:
         ("trajectories", {"state": "x"}), ("trajectories", {"step": "x"}), ("questions", {"ask": "x"}),
     ],
 )  # fmt: skip
-def test_a_question_that_makes_no_sense_is_a_value_error(run: RecordedRun, query: str, parameters: dict) -> None:
-    with pytest.raises(ValueError):
+def test_a_question_that_makes_no_sense_is_refused(run: RecordedRun, query: str, parameters: dict) -> None:
+    with pytest.raises((ValueError, HeadwayError)):
         asked(run, query, **parameters)
 
 
 def test_hostile_text_passes_through_as_text(run: RecordedRun) -> None:
     run.train([run.finish_group([HOSTILE])])
-    assert asked(run, "group", group=20)["trajectories"][0]["text"] == HOSTILE
+    assert asked(run, "group", group=20)["trajectories"][0].text == HOSTILE
+
+
+def test_the_timeline_begins_with_the_start_of_engine_and_trainer(run: RecordedRun) -> None:
+    for worker in ("engine", "reward"):
+        run.add(Phase(name=f"starting {worker}", state="finished", seconds=2.0))
+    rows = {row["name"]: row["spans"] for row in asked(run, "timeline")["rows"]}
+    assert rows.keys() == {"trainer", "engine"} and rows["engine"][0][3] == "start-up"
+
+
+def test_groups_that_failed_altogether_are_rows_with_their_reasons_and_answer_why(run: RecordedRun) -> None:
+    number = run.drop_group("the verifier is down")
+    found = asked(run, "trajectories", state="failed")
+    assert {(row["group"], row["preview"]) for row in found["rows"]} == {(number, "the verifier is down")}
+    assert asked(run, "questions", ask="why_dropped")["rows"][0]["cells"][-1] == "the verifier is down"
+    assert asked(run, "group", group=number)["failures"][0]["reason"] == "the verifier is down"
 
 
 def test_spans_that_share_a_pixel_are_drawn_as_one_with_their_common_share() -> None:

@@ -50,7 +50,7 @@ export class Chart {
   constructor(title, note, lines, { xLabel, markers, unit = "" }) {
     this.markers = markers;
     this.names = lines.map((line) => line.label).join("\n");
-    this.box = el("figure", { class: "chart" }, el("figcaption", {}, el("b", {}, title), " ", note ?? ""));
+    this.box = el("figure", { class: "chart" }, el("figcaption", { title: note }, el("b", {}, title), " ", note));
     const axis = { stroke: color("--faint"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
     this.plot = new uPlot({
       width: 400,
@@ -60,7 +60,7 @@ export class Chart {
       scales: { x: { time: false }, y: { range: (_, low, high) => bounds(low, high, unit) } },
       axes: [{ ...axis, size: 26, gap: 4 }, { ...axis, size: 52, gap: 6, values: (_, ticks) => tickTexts(ticks, unit) }],
       series: [{ label: xLabel, value: (_, value) => (value === null ? "–" : number(value, 1)) }, ...series(lines, unit)],
-      legend: { markers: { width: 2, dash: "solid" } },
+      legend: { markers: { width: 0, fill: (_, place) => series(lines, unit)[place - 1]?.stroke } },
       hooks: { draw: [(plot) => drawMarkers(plot, this.markers)] },
     }, aligned(lines), this.box);
     this.resizing = new ResizeObserver(() => this.plot.setSize({ width: Math.max(200, this.box.clientWidth - 20), height: HEIGHT }));

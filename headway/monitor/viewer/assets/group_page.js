@@ -117,7 +117,7 @@ function heading(answer, { run, group, evaluation }) {
   return el("div", { class: "bar" },
     el("h1", {}, evaluation === undefined ? `Group ${group}` : `Held-out problem ${group}`),
     el("span", { class: "faint" }, [answer.state, answer.step ? `at step ${answer.step}` : "",
-      answer.eta === undefined ? "" : `admitted at v${answer.admitted_version}, η = ${answer.eta}`, `row ${answer.prompt}`].filter(Boolean).join(" · ")),
+      answer.eta === undefined ? "" : `admitted at v${answer.admitted_version}, η = ${answer.eta}`, `row ${answer.row}`].filter(Boolean).join(" · ")),
     others.length ? el("span", {}, "same prompt at ", others.flatMap((link, index) => (index ? [", ", link] : [link]))) : "",
     el("span", { class: "right" }, group > 0 ? el("a", { href: step(-1) }, "← previous") : "", " ", el("a", { href: step(1) }, "next →")));
 }
