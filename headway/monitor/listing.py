@@ -119,9 +119,9 @@ def compare(runs: Sequence[RunReader]) -> list[Table]:
     """The knobs that differ, and what came of it."""
     flat = [flattened(run.config) for run in runs]
     knobs = [knob for knob in dict.fromkeys(name for one in flat for name in one) if knob != "run.dir"]
-    differing = [knob for knob in knobs if len({repr(one.get(knob)) for one in flat}) > 1]
+    differing = [knob for knob in knobs if len({one.get(knob) for one in flat}) > 1]
     titles = [str(run.directory) for run in runs]
-    rows = [(knob, [str(one.get(knob)) for one in flat]) for knob in differing]
+    rows = [(knob, [one.get(knob, "–") for one in flat]) for knob in differing]
     summaries = [run.summary for run in runs]
     results: dict[str, list[str]] = {
         "status": [run.status for run in runs],

@@ -282,11 +282,14 @@ def place_of(state: GroupState, num_trained: int) -> str:
     return "waiting" if state.ref is not None else "in flight"
 
 
-def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A config's knobs as section.key."""
-    found: dict[str, Any] = {}
+def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """A config's knobs as section.key, with their values as text."""
+    found: dict[str, str] = {}
     for key, value in config.items():
-        found |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+        if isinstance(value, Mapping):
+            found |= flattened(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return found
 
 

@@ -34,27 +34,19 @@ Span = tuple[float, float, float, str]
 
 
 class Rows:
-    """One row a trajectory: what never changes is appended as groups finish; what does is looked up by group."""
+    """One row a trajectory: what never changes is added once, when rows are asked for; the rest is looked up."""
 
     def __init__(self) -> None:
-        self._groups: list[GroupState] = []  # as they finished, or were dropped with failures alone
-        self._counts, self._trajectory, self._length = array("q"), array("q"), array("q")
+        self.groups: list[GroupState] = []  # as they finished, or were dropped with failures alone
+        self._num_added = 0
+        self._counts, self._trajectory, self._length = array("q"), array("q"), array("l")
         self._reward, self._stop, self._failed = array("d"), bytearray(), bytearray()
-
-    def add(self, group: GroupState) -> None:
-        failed = [failure.trajectory for failure in group.failures]
-        missing, count = len(failed), len(group.rewards)
-        self._groups.append(group)
-        self._counts.append(count + missing)
-        self._trajectory.extend([index for index in range(count + missing) if index not in failed] + failed)
-        self._length.extend([*group.lengths, *(failure.tokens for failure in group.failures)])
-        self._reward.extend([_NAN if reward is None else reward for reward in group.rewards] + [_NAN] * missing)
-        self._stop.extend([*(_STOP[stop] for stop in group.stops), *bytes(missing)])
-        self._failed.extend(bytes(count) + b"\1" * missing)
 
     def table(self, num_trained: int) -> Table:
         """All columns, of one length."""
-        groups, counts = self._groups, np.array(self._counts)
+        for group in self.groups[self._num_added :]:
+            self._add(group)
+        self._num_added = len(groups := self.groups)
 
         def column(values: Iterable[int]) -> NDArray[np.int64]:
             return np.fromiter(values, np.int64, len(groups))
@@ -71,10 +63,26 @@ class Rows:
             "staleness": np.where(is_trained & (oldest >= 0), taken - oldest, -1),
             "state": np.select(left, [_STATE[name] for name in ("dropped", "trained", "taken")], _STATE["waiting"]),
         }
-        table = {name: np.repeat(values, counts) for name, values in of_group.items()}
+        table = {name: np.repeat(values, np.array(self._counts)) for name, values in of_group.items()}
         table["state"] = np.where(np.frombuffer(bytes(self._failed), np.bool_), _STATE["failed"], table["state"])
         table |= {"trajectory": np.array(self._trajectory), "length": np.array(self._length)}
         return table | {"reward": np.array(self._reward), "stop": np.frombuffer(bytes(self._stop), np.uint8)}
+
+    def _add(self, group: GroupState) -> None:
+        count, failed = len(group.rewards), [failure.trajectory for failure in group.failures]
+        self._counts.append(count + len(failed))
+        self._length.extend(group.lengths)
+        self._reward.extend([_NAN if reward is None else reward for reward in group.rewards])
+        self._stop.extend([_STOP[stop] for stop in group.stops])
+        self._failed.extend(bytes(count))
+        if not failed:
+            self._trajectory.extend(range(count))
+            return
+        self._trajectory.extend([index for index in range(count + len(failed)) if index not in failed] + failed)
+        self._length.extend([failure.tokens for failure in group.failures])
+        self._reward.extend([_NAN] * len(failed))
+        self._stop.extend(bytes(len(failed)))
+        self._failed.extend(b"\1" * len(failed))
 
 
 class OpenRun:
@@ -122,7 +130,7 @@ class OpenRun:
         return {group.id: sum(one.reward for one in group.trajectories) / len(group.trajectories) for group in groups}
 
     def _on_finished(self, event: events.Finished) -> None:
-        self._rows.add(self.run.groups[event.group])
+        self._rows.groups.append(self.run.groups[event.group])
         self._table = None
 
     def _on_taken(self, _event: events.Taken) -> None:
@@ -132,7 +140,7 @@ class OpenRun:
         self._table = None
         for group in map(self.run.groups.__getitem__, event.groups):
             if group.ref is None and group.failures:
-                self._rows.add(group)
+                self._rows.groups.append(group)
 
     def _on_trained(self, event: events.Trained) -> None:
         self._table = None

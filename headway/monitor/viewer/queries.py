@@ -153,10 +153,8 @@ class Queries:
         knobs = list(dict.fromkeys(knob for config in flat for knob in config))
         rows = []
         for knob in knobs:
-            values = [config.get(knob) for config in flat]
-            differs = any(value != values[0] for value in values)
-            texts = ["–" if value is None else str(value) for value in values]
-            rows.append({"knob": knob, "values": texts, "differs": differs})
+            values = [config.get(knob, "–") for config in flat]
+            rows.append({"knob": knob, "values": values, "differs": len(set(values)) > 1})
         return {"rows": rows}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from headway.monitor.reader import Prompted
 from headway.monitor.viewer.index import STATES, OpenRun
 from headway.record.run import GroupState
 from headway.types import Trajectory
@@ -48,9 +49,9 @@ def then_and_now(run: OpenRun) -> Answer:
     pairs.sort(key=lambda pair: (-pair[0], pair[1].row))
     rows = []
     for gain, first, last in pairs[:MOST_ROWS]:
-        cells = [first.kind, first.row, gain, first.version, first.text(run), last.version, last.text(run)]
-        rows.append({**last.link, "cells": cells})
-    headings = ["", "row", "gain in reward", "at version", "it wrote", "at version", "and now"]
+        cells = [first.kind, first.row, last.prompt(run), gain, first.version, first.text(run), last.version]
+        rows.append({**last.link, "cells": [*cells, last.text(run)]})
+    headings = ["", "row", "prompt", "gain in reward", "at version", "it wrote", "at version", "and now"]
     return _answer(f"{len(pairs)} prompts were answered more than once; the largest gains first.", headings, rows)
 
 
@@ -67,12 +68,14 @@ def wrong_to_right(run: OpenRun) -> Answer:
     found.sort(key=lambda pair: (pair[1].version, pair[1].row))
     rows: list[dict[str, Any]] = []
     for first, right in found[:MOST_ROWS]:
-        cells = [first.kind, first.row, first.version, first.text(run), right.version, right.text(run)]
+        cells = [first.kind, first.row, right.prompt(run), first.version, first.text(run), right.version]
+        cells.append(right.text(run))
         rows.append({**right.link, "cells": cells})
     note = f"{len(found)} prompts earned {low:g} at first and {high:g} later, in order of the version that solved them."
     if not everything:
         note = "No prompt was answered twice: it takes an evaluation ([evaluate] and task.eval), or a second epoch."
-    return _answer(note, ["", "row", "wrong at version", "it wrote", "right at version", "then it wrote"], rows)
+    headings = ["", "row", "prompt", "wrong at version", "it wrote", "right at version", "then it wrote"]
+    return _answer(note, headings, rows)
 
 
 @dataclass(frozen=True)
@@ -94,11 +97,17 @@ class Seen:
         place = {} if self.evaluation is None else {"evaluation": self.evaluation}
         return {"group": self.group, **place}
 
+    def prompt(self, run: OpenRun) -> str:
+        return self._read(run).prompt[-TEXT_CHARACTERS:]
+
     def text(self, run: OpenRun) -> str:
+        found = self._read(run).trajectories
+        return found[0].text[:TEXT_CHARACTERS] if found else ""
+
+    def _read(self, run: OpenRun) -> Prompted:
         if self.evaluation is None:
-            return _first_text(run, self.group)
-        found = run.reader.problem(self.evaluation, self.group).trajectories
-        return run.reader.texts.completion(found[0])[:TEXT_CHARACTERS] if found else ""
+            return run.reader.group(self.group)
+        return run.reader.prompted(run.reader.problem(self.evaluation, self.group))
 
 
 def _seen_again(run: OpenRun) -> Iterator[list[Seen]]:

@@ -94,7 +94,7 @@ def test_a_group_shows_its_prompt_completions_failures_and_the_same_prompt_at_ot
 
 def test_the_prompt_that_went_from_wrong_to_right_is_found(run: RecordedRun) -> None:
     rows = asked(run, "questions", ask="wrong_to_right")["rows"]
-    assert rows and all(row["cells"][2] == 0 < row["cells"][4] for row in rows)
+    assert rows and all(row["cells"][3] == 0 < row["cells"][5] for row in rows)
 
 
 def test_the_held_out_problem_that_went_from_wrong_to_right_is_found_with_both_of_its_texts(run: RecordedRun) -> None:
@@ -102,7 +102,7 @@ def test_the_held_out_problem_that_went_from_wrong_to_right_is_found_with_both_o
     run.step()
     run.evaluate([False, True, True])
     rows = [row for row in asked(run, "questions", ask="wrong_to_right")["rows"] if row["cells"][0] == "held out"]
-    assert [row["cells"] for row in rows] == [["held out", 1, 5, "it is 0", 6, "it is 1"]]
+    assert [row["cells"] for row in rows] == [["held out", 1, "held out 1?", 5, "it is 0", 6, "it is 1"]]
     link = {name: value for name, value in rows[0].items() if name != "cells"}
     problem = asked(run, "group", **link)
     assert problem["text"] == "held out 1?" and problem["reference"] == {"answer": "1"}

@@ -50,7 +50,7 @@ export class Chart {
   constructor(title, note, lines, { xLabel, markers, unit = "" }) {
     this.markers = markers;
     this.names = lines.map((line) => line.label).join("\n");
-    this.box = el("figure", { class: "chart" }, el("figcaption", { title: note }, el("b", {}, title), " ", note));
+    this.box = el("figure", { class: "chart" }, el("figcaption", { title: note }, el("b", {}, title), " ", note === title.toLowerCase() ? "" : note));
     const axis = { stroke: color("--faint"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
     this.plot = new uPlot({
       width: 400,

@@ -97,12 +97,13 @@ function legend(tokens) {
 }
 
 function completion(parameters, trajectory, chosen, several) {
+  const versions = [...new Set(trajectory.versions ?? [])].map((version) => `v${version}`).join("–");
   const parts = Object.entries(trajectory.components ?? {}).map(([name, value]) => el("span", { class: "chip" }, `${shown(name)} ${number(value)}`));
   return el("section", { class: chosen ? "completion chosen" : "completion" },
     el("div", { class: "bar" },
       several ? el("a", { href: link("group", { ...parameters, trajectory: trajectory.index }) }, `#${trajectory.index}`) : "",
       el("b", { class: trajectory.reward > 0 ? "good" : "bad" }, `reward ${number(trajectory.reward)}`), parts,
-      el("span", { class: "faint" }, `${number(trajectory.length)} tokens · ${trajectory.stops.join(", ")} · v${trajectory.versions.join("–")}`)),
+      el("span", { class: "faint" }, `${number(trajectory.length)} tokens · ${trajectory.stops.join(", ")} · ${versions || "nothing sampled"}`)),
     el("div", { class: "text" }, shown(trajectory.text)));
 }
 

@@ -8,8 +8,8 @@ const ROW = 34;
 const LEFT = 130;
 const TOP = 26;
 
-function ticks(from, to) {
-  const rough = (to - from) / 8;
+function ticks(from, to, width) {
+  const rough = (to - from) / Math.max(2, Math.min(10, width / 110));
   const power = 10 ** Math.floor(Math.log10(rough));
   const size = [1, 2, 5, 10].map((k) => k * power).find((k) => k >= rough) ?? power;
   const found = [];
@@ -87,7 +87,7 @@ class Timeline {
     pen.scale(scale, scale);
     pen.font = "12px system-ui";
     pen.textBaseline = "middle";
-    const { found, digits } = ticks(this.from, this.to);
+    const { found, digits } = ticks(this.from, this.to, this.width);
     for (const at of found) {
       pen.fillStyle = color("--line");
       pen.fillRect(this.x(at), TOP - 4, 1, height);
