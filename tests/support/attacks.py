@@ -95,6 +95,57 @@ for descriptor in range(3, 16):
     except OSError: pass
 def answer(x): return 0
 """,
+    "calls forged to the judge": """
+import gc, os, struct, sys
+wire = sys.modules["headway.tasks.sandbox.wire"]
+def answer(x):
+    peer = next(thing for thing in gc.get_objects() if type(thing).__name__ == "CallPeer")
+    for message in (["call", [exec, ["import os; os._exit(0)"]]], ["getattr", [1, "x"]], ["return", [{}, {0: 4}]]):
+        payload = wire.encode(message)
+        os.write(peer._descriptor, struct.pack(">I", len(payload)) + payload)
+    for number in range(9):
+        try: peer.request("call", wire.Remote(peer, number), ["__import__('os')._exit(0)"])
+        except BaseException: pass
+    return 0
+""",
+    "a result that takes long to read": """
+import gc, sys
+wire = sys.modules["headway.tasks.sandbox.wire"]
+def answer(x):
+    peer = next(thing for thing in gc.get_objects() if type(thing).__name__ == "CallPeer")
+    number = b"C" + wire._SIZE.pack(18) + b"fractions.Fraction" + wire.encode(("1e100000000",))
+    end = b"l" + wire._SIZE.pack(2) + number + wire.encode({})
+    wire.send(peer._descriptor, b"l" + wire._SIZE.pack(2) + wire.encode("return") + end)
+    return 0
+""",
+    "tracing and destructors": """
+import sys, threading
+def trace(frame, event, argument):
+    if "x" in frame.f_locals: frame.f_locals["result"] = 4
+    return trace
+sys.settrace(trace); threading.settrace(trace)
+class Last:
+    def __del__(self): import os; os._exit(0)
+    __repr__ = lambda self: repr(self)
+    __getattr__ = lambda self, name: getattr(self, name)
+kept = [Last()]
+def answer(x): return kept.pop()
+""",
+    "alarms and closed descriptors": """
+import os, signal
+signal.signal(signal.SIGALRM, lambda *_: os.closerange(0, 64))
+signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+def answer(x):
+    while True: pass
+""",
+    "a lying exception": """
+class Meta(type):
+    def mro(cls): return [cls, *Exception.__mro__]
+    def __getattribute__(cls, name): return "\ud800" * 10**6 if name == "__name__" else type.__getattribute__(cls, name)
+class Odd(Exception, metaclass=Meta):
+    def __str__(self): return "\ud800" * 10**7
+def answer(x): raise Odd
+""",
     "exceptions of every kind": "class Odd(BaseException): pass\ndef answer(x): raise Odd",
 }
 
@@ -195,6 +246,68 @@ try:
 except OSError: full = 0
 def answer(x): return full
 """,
+    "empty files without end": """
+import os
+n = 0
+while True: os.close(os.open(f"/tmp/{n}", os.O_CREAT | os.O_WRONLY)); n += 1
+""",
+    "folders without end": "import os\nos.chdir('/tmp')\nwhile True: os.mkdir('a'); os.chdir('a')",
+    "memory that is no file": """
+import fcntl, mmap, os
+kept = []
+try:
+    while True:
+        reading, writing = os.pipe()
+        fcntl.fcntl(writing, 1031, 1 << 20)
+        kept += [mmap.mmap(-1, 1 << 22)]; kept[-1][:] = bytes(1 << 22)
+except (OSError, ValueError, MemoryError): pass
+def answer(x): return 0
+""",
+    "kernel files read": """
+found = 0
+for path in ("self/environ", "1/environ", "self/mem", "mounts", "../sys/kernel", "../dev/shm/x", "../dev/mem"):
+    try: open("/proc/" + path, "rb").read(1); found = 4
+    except OSError: pass
+def answer(x): return found
+""",
+    "memory of others": """
+import ctypes
+libc = ctypes.CDLL(None)
+class Part(ctypes.Structure): _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+space = ctypes.create_string_buffer(64)
+here, there = Part(ctypes.addressof(space), 64), Part(id(answer) if "answer" in globals() else id(libc), 64)
+calls = (libc.process_vm_readv, libc.process_vm_writev)
+done = [call for call in calls for pid in range(50) if call(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) > 0]
+def answer(x): return 4 if done else 0
+""",
+    "sockets by pairs and names": """
+import socket
+out = 0
+one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+for name in ("\0/tmp/.X11-unix/X0", "/dev/log", "/run/systemd/notify", "\0headway"):
+    for call in (one.connect, one.bind, lambda name: one.sendto(b"out", name)):
+        try: call(name); out = 4
+        except OSError: pass
+def answer(x): return out
+""",
+    "signals by descriptors": """
+import fcntl, gc
+def answer(x):
+    peer = next(thing for thing in gc.get_objects() if type(thing).__name__ == "CallPeer")
+    for pid in (1, 2, 3, HOST_PID):
+        try: fcntl.fcntl(peer._descriptor, 8, pid); fcntl.fcntl(peer._descriptor, 10, 9)
+        except OSError: pass
+    fcntl.fcntl(peer._descriptor, 4, 0o20000)
+    return 0
+""",
+    "the filter taken off": """
+import ctypes
+libc = ctypes.CDLL(None)
+for call in ((4, 1), (22, 0), (38, 0), (24, 21), (0x59616D61, -1)): libc.prctl(*call, 0, 0, 0)
+alien = libc.fork() >= 0 or libc.unshare(0x10000000) == 0
+def answer(x): return 4 if alien else 0
+""",
+    "another calling convention": "import ctypes\nctypes.CDLL(None).syscall(0x40000000 | 57)\ndef answer(x): return 4",
     "a thread that blocks exit": """
 import threading, time
 threading.Thread(target=time.sleep, args=(600,)).start()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # as a name alone: the module typing takes longer to load tha
 
 _MODULE = "solution"
 _ERROR_BYTES = 4000
+_WATCH_S = 0.05
 
 
 def main(control: int) -> None:
@@ -69,11 +70,27 @@ def _confine(job: dict[str, Any]) -> None:
         ("AS", limits["memory_mb"] << 20),
         ("FSIZE", limits["scratch_mb"] << 20),
         ("NOFILE", 64),
+        ("NPROC", limits["threads"]),
         ("CORE", 0),
     ):
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+        if value >= 0:
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
     if refusal := install(job["filter"]):
         raise _Refused(f"the kernel takes no filter of system calls: {refusal}")
+
+
+def _too_many_files(job: dict[str, Any]) -> bool:
+    """The scratch folder's size limit counts no empty files, of which the kernel would keep millions in memory."""
+    folder = os.statvfs("/tmp")
+    return 0 < job["limits"]["scratch_files"] < folder.f_files - folder.f_ffree
+
+
+def _watch_scratch(job: dict[str, Any]) -> NoReturn:
+    import time
+
+    while not _too_many_files(job):
+        time.sleep(_WATCH_S)
+    os._exit(1)  # and with this process the sandbox
 
 
 # Tests: the judge and its candidate
@@ -88,6 +105,9 @@ def _tests(control: int, job: dict[str, Any]) -> dict[str, Any]:
         ours.close()
         _candidate(theirs.fileno(), job)
     theirs.close()
+    import _thread  # not threading, which loads more
+
+    _thread.start_new_thread(_watch_scratch, (job,))
     if refusal := decode(receive(ours.fileno())):  # said before the program's first line
         raise _Refused(refusal)
     try:
@@ -289,7 +309,7 @@ def _run(control: int, job: dict[str, Any], given: bytes) -> dict[str, Any]:
     for index, (reading, writing) in enumerate(pipes):
         os.close(reading if index == 0 else writing)
     gone = os.read(pipes[3][0], _ERROR_BYTES)
-    output, errors, too_long = _exchange(child, given, pipes, job["limits"]["output_kb"] << 10)
+    output, errors, too_long = _exchange(child, given, pipes, job)
     _, status = os.waitpid(child, 0)
     for index, (reading, writing) in enumerate(pipes):
         try:
@@ -302,9 +322,12 @@ def _run(control: int, job: dict[str, Any], given: bytes) -> dict[str, Any]:
     return {"output": output, "errors": errors, "status": code, "too_long": too_long}
 
 
-def _exchange(child: int, given: bytes, pipes: list[tuple[int, int]], most: int) -> tuple[bytes, bytes, bool]:
-    """Feed the input and gather both outputs; a program that prints more than it may is killed."""
+def _exchange(child: int, given: bytes, pipes: list[tuple[int, int]], job: dict[str, Any]) -> tuple[bytes, bytes, bool]:
+    """Feed the input and gather both outputs; a program that prints more than it may, or makes too many files, is
+    killed."""
     import select
+
+    most = job["limits"]["output_kb"] << 10
 
     source, output, errors = pipes[0][1], pipes[1][0], pipes[2][0]
     os.set_blocking(source, False)
@@ -315,7 +338,9 @@ def _exchange(child: int, given: bytes, pipes: list[tuple[int, int]], most: int)
     poll.register(source, select.POLLOUT)
     waiting = set(said)
     while waiting:
-        for descriptor, _ in poll.poll():
+        if _too_many_files(job):
+            os.kill(child, 9)
+        for descriptor, _ in poll.poll(1000 * _WATCH_S):
             if descriptor == source:
                 try:
                     rest = rest[os.write(source, rest[: 1 << 16]) :]

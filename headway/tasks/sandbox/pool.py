@@ -33,6 +33,8 @@ START_DEADLINE_S = 30.0
 """For a new sandbox to say that it is ready."""
 
 _WORTH_WAITING_S = 0.05
+_UNCOUNTED = {"threads": -1, "scratch_files": 0}
+"""No such limits, for a program that shares its user and /tmp with others."""
 
 _BOOT = """
 import os, sys, marshal, types
@@ -60,6 +62,8 @@ class Limits:
     cpu_s: int = 5
     memory_mb: int = 512
     scratch_mb: int = 16
+    scratch_files: int = 2000
+    threads: int = 64
     output_kb: int = 256
 
 
@@ -199,7 +203,11 @@ class Sandboxes:
 
     def _do(self, job: dict[str, Any], talk: Callable[[_Sandbox, float], Any]) -> Any:
         """Take a sandbox, give it the job, have the conversation, end it."""
-        limits = asdict(self.limits) | {"cpu_s": self.limits.cpu_s}
+        limits = asdict(self.limits)
+        if not self._isolated:
+            limits |= _UNCOUNTED
+        elif _kernel() < (5, 14):  # it would count the threads of all sandboxes, and all else of this user
+            limits["threads"] = _UNCOUNTED["threads"]
         payload = wire.encode({**job, "limits": limits, "filter": self._filter})
         sandbox = self._take()
         try:
@@ -272,6 +280,10 @@ class Sandboxes:
         with contextlib.suppress(OSError):  # one that ended already is found when its readiness is awaited
             wire.send(ours.fileno(), _guest_code())
         return _Sandbox(process, ours)
+
+
+def _kernel() -> tuple[int, ...]:
+    return tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2] if part.isdigit())
 
 
 def queued_s(pid: int) -> float:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from attacks import ESCAPES, FORGERIES
 
-from headway.tasks.sandbox.pool import Limits, Outcome
+from headway.tasks.sandbox.pool import Limits, Outcome, Sandboxes
 from headway.tasks.verifiers.code import CodeVerifier
 
 ROW = {"test_list": ["assert answer(2) == 4", "assert set([answer(3)]) == {9}"]}
@@ -70,5 +70,19 @@ def test_the_machine_is_as_it_was_and_the_pool_still_judges(
     assert isinstance(honest, Outcome) and honest.passed == honest.total == 2
 
 
+def test_files_and_threads_are_counted() -> None:
+    sandboxes = Sandboxes(Limits(wall_s=20.0, scratch_files=100, threads=16), spares=0)
+    files = "import os, time\nfor n in range(int(input())): open(f'/tmp/{n}', 'w').close()\ntime.sleep(0.2)"
+    threads = """
+import threading
+go = threading.Event()
+for n in range(int(input())): threading.Thread(target=go.wait, daemon=True).start()
+"""
+    for program in (files, threads):
+        few, many = sandboxes.run(program, ["8", "1000"])
+        assert few.status == 0 and many.status != 0, (few, many)
+    sandboxes.close()
+
+
 def test_there_are_more_attacks_than_were_asked_for() -> None:
-    assert len(FORGERIES) + len(ESCAPES) >= 32 and Path(__file__).name == "test_escapes.py"
+    assert len(FORGERIES) + len(ESCAPES) >= 56 and Path(__file__).name == "test_escapes.py"
