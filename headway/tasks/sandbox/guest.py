@@ -82,7 +82,7 @@ def _confine(job: dict[str, Any]) -> None:
 def _too_many_files(job: dict[str, Any]) -> bool:
     """The scratch folder's size limit counts no empty files, of which the kernel would keep millions in memory."""
     folder = os.statvfs("/tmp")
-    return 0 < job["limits"]["scratch_files"] < folder.f_files - folder.f_ffree
+    return bool(0 < job["limits"]["scratch_files"] < folder.f_files - folder.f_ffree)
 
 
 def _watch_scratch(job: dict[str, Any]) -> NoReturn:

@@ -13,6 +13,7 @@ own answer cannot be read; such rows are refused at start. A text is never evalu
 
 import logging
 import re
+from contextlib import suppress
 from functools import cache, lru_cache
 from typing import Any
 
@@ -36,13 +37,32 @@ _REMOVED = re.compile(
 _UNITS = re.compile(
     r"\\(?:text|mathrm|mbox|textrm|textbf)\s*\{\s*(?:[a-zA-Z][a-zA-Z\s./-]*)?\}(?:\s*\^\s*\{?\d\}?)?\s*\.?$|\^\s*\{?\s*\\circ\s*\}?|°"
     r"|(?<=\d)\s+(?:degrees?|units?|dollars?|cents?|cm|km|mm|miles?|inches|feet|hours?|minutes?|seconds?|days?|square\s\w+)$"
+    r"|(?<=\})\s*%$"
 )
+_ANGLE = re.compile(
+    r"(\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])(?:\^\{?\d\}?)?)\s*\(?(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?\)?"
+)
+_RELATION = re.compile(r"(\\[lg](?:eq?|eqslant|t)(?![a-z])|[<>]=?|[≤≥])")
 _BARE_FRACTION = re.compile(r"\\frac\s*(\\[a-z]+|\d|[a-zA-Z])\s*(\d|[a-zA-Z])(?![a-zA-Z])")
 _REPEATING = re.compile(r"(\d{0,20})\.(\d{0,20})\\overline\s*\{?(\d{1,20})\}?")
-_UNIT_POWER = re.compile(r"\\(?:text|mathrm|mbox|textrm)\s*\{[^{}\d]*\}\s*\^\s*\{?(\d)")
+_UNIT = re.compile(
+    r"(?:\\(?:text|mathrm|mbox|textrm)\s*\{([^{}\d]*)\}|(?<=[\d}\s])([a-zA-Z. ]{1,30}))(?:\s*\^\s*\{?(\d)\}?)?[\s.$]*$"
+)
+_UNIT_NAMES = {
+    name: words.split()[0]
+    for words in (
+        "mm millimeter millimetre", "cm centimeter centimetre", "km kilometer kilometre", "m meter metre",
+        "in inch inches", "ft foot feet", "yd yard", "mi mile", "s sec second", "min minute", "h hr hour", "day",
+        "week", "month", "year", "g gram", "kg kilogram", "am a.m", "pm p.m", "dollar", "cent",
+    )
+    for name in words.split()
+}  # fmt: skip
+_TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf|textit)\s*\{([^{}]*)\}")
+_IMAGINARY = re.compile(r"(?<![a-zA-Z])i(?![a-zA-Z])")
 _SPACES = re.compile(r"(?<!\\)\\[ ,]")
 _THIN = re.compile(r"\\[,;:! ]")
 _WORDS = re.compile(r"[a-zA-Z][a-zA-Z\s,'.-]*")
+_NUMERAL = re.compile(r"\s*-?\s*(?:Integer|Float) \('?[\d.eE+-]+ ?'? ?\)\s*")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
@@ -84,7 +104,7 @@ def equal(reference: str, given: str) -> bool:
     """Whether two answers are the same mathematics; False, too, when finding out takes too long."""
     if _squeeze(reference) == _squeeze(given):
         return True
-    if _power_of_unit(reference) != _power_of_unit(given) and _power_of_unit(reference) and _power_of_unit(given):
+    if _other_units(reference, given):
         return False
     one, other = plain_number(reference), plain_number(given)
     if one is not None and other is not None:
@@ -94,10 +114,18 @@ def equal(reference: str, given: str) -> bool:
     return bool(_EQUAL.within_limits(reference, given, otherwise=False))
 
 
-def _power_of_unit(text: str) -> str:
-    """The 2 of \\text{ cm}^2: units are set aside, but areas are no volumes."""
-    found = last(_UNIT_POWER.finditer(text))
-    return found[1] if found else ""
+def _other_units(reference: str, given: str) -> bool:
+    """Whether both name a unit, and not the same. Units are set aside otherwise, but areas are no volumes."""
+    (one, power), (other, other_power) = _unit(reference), _unit(given)
+    return bool(one and other and one != other) or bool(power and other_power and power != other_power)
+
+
+def _unit(text: str) -> tuple[str, str]:
+    found = _UNIT.search(text[-80:])
+    if not found:
+        return "", ""
+    name = (found[1] or found[2] or "").lower().strip(" .")
+    return _UNIT_NAMES.get(name, _UNIT_NAMES.get(name.removesuffix("s"), "")), found[3] or ""
 
 
 def reference_of(answer: Any) -> str:
@@ -137,12 +165,13 @@ def _last_formula(text: str) -> str | None:
 
 
 def _squeeze(text: str) -> str:
-    return re.sub(r"\s+|\$", "", _REMOVED.sub("", text).replace("dfrac", "frac").replace("tfrac", "frac")).rstrip(".")
+    text = _TEXT.sub(r"\1", _REMOVED.sub("", text)).replace("dfrac", "frac").replace("tfrac", "frac")
+    return re.sub(r"\s+|\$", "", text).rstrip(".")
 
 
 def _as_words(text: str) -> str | None:
     """A text answer in lower case, without marks: \\text{(A)} and A are alike; None for anything mathematical."""
-    plain = re.sub(r"\\(?:text|mathrm|mbox|textbf|textit)\s*\{([^{}]*)\}", r"\1", _THIN.sub(" ", text).strip(" $."))
+    plain = _TEXT.sub(r"\1", _THIN.sub(" ", text).strip(" $."))
     plain = re.sub(r"^\\?\((.*)\\?\)$", r"\1", plain.strip(" .,")).strip(" .")
     if not _WORDS.fullmatch(plain):
         return None
@@ -166,7 +195,23 @@ def _percent(reference: str, given: str, one: Any, other: Any) -> bool:
 
 
 def _compare(reference: str, given: str) -> bool:
+    _keep_python_out()
     return _alike(_normal(reference), _normal(given))
+
+
+@cache
+def _keep_python_out() -> None:
+    """sympy reads a numeral by evaluating Python: here, numerals and nothing else."""
+    from sympy.parsing import sympy_parser
+
+    evaluate = sympy_parser.eval_expr
+
+    def only_numerals(code: str, *scopes: Any) -> Any:
+        if not _NUMERAL.fullmatch(code):
+            raise ValueError("a text is never evaluated as Python")
+        return evaluate(code, *scopes)
+
+    sympy_parser.eval_expr = only_numerals
 
 
 def _normal(text: str) -> str:
@@ -174,8 +219,10 @@ def _normal(text: str) -> str:
     text = _REMOVED.sub("", text.strip().strip("$")).replace("~", " ").replace("−", "-")
     text = _SPACES.sub(" ", text)
     text = text.removeprefix("\\(").removesuffix("\\)").removeprefix("\\[").removesuffix("\\]")
+    text = text.replace("\\langle", "(").replace("\\rangle", ")")
     text = text.replace("{,}", ",").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     text = text.replace("\\{", "⟨").replace("\\}", "⟩").replace("\\lbrace", "⟨").replace("\\rbrace", "⟩")
+    text = re.sub(r"\\varnothing|⟨\s*⟩", r"\\emptyset", text)
     text = text.replace("\\$", "").replace("\\%", "%").replace("\\le ", "\\leq ").replace("\\ge ", "\\geq ")
     text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{\s*(and|or)\s*\}|(?<=[\d}\s])(?:and|or)(?=[\s\\\d$-])", ",", text)
     text = (
@@ -183,10 +230,12 @@ def _normal(text: str) -> str:
     )
     text = _BARE_FRACTION.sub(r"\\frac{\1}{\2}", text)
     text = _REPEATING.sub(_repeating_fraction, text)
+    text = _ANGLE.sub(r"\1 (\\frac{\2 \\pi}{180})", text)
     for _ in range(2):
         text = _UNITS.sub("", text.strip().rstrip(",").removeprefix("\\approx").strip())
     text = _NAME.sub("", text, count=1) if _NAME.match(text) else text
-    return text.strip().rstrip(".").strip()
+    text = text.strip().rstrip(".").strip()
+    return "(-\\infty,\\infty)" if text == "\\mathbb{R}" else text
 
 
 def _repeating_fraction(match: re.Match[str]) -> str:
@@ -200,9 +249,12 @@ def _alike(one: str, other: str) -> bool:
     one, other = _unbraced(one), _unbraced(other)
     if one.replace(" ", "") == other.replace(" ", ""):
         return True
+    letters = [_letter(one), _letter(other)]
+    if all(letters) and letters[0] != letters[1]:
+        return False
     kinds = [_shape(one), _shape(other)]
     if kinds[0][0] != kinds[1][0]:
-        return _expanded_alike(kinds[0], kinds[1]) if "list" in (kinds[0][0], kinds[1][0]) else False
+        return _expanded_alike(kinds[0], kinds[1])
     kind, parts, others = kinds[0][0], kinds[0][1], kinds[1][1]
     if kind == "leaf":
         return _same_expression(one, other)
@@ -214,10 +266,13 @@ def _alike(one: str, other: str) -> bool:
 
 
 def _expanded_alike(one: tuple[str, list[str]], other: tuple[str, list[str]]) -> bool:
-    """A bare list is a set, or what a tuple of the same elements in the same order is not."""
-    if {one[0], other[0]} == {"set", "list"}:
-        return len(one[1]) == len(other[1]) and _same_in_any_order(one[1], other[1])
-    return False
+    """A bare list is a set, or the values of named unknowns in their order; a tuple is neither of the first two."""
+    kinds = {one[0], other[0]}
+    if len(one[1]) != len(other[1]) or not ("named" in kinds or kinds == {"set", "list"}):
+        return False
+    if "named" in kinds:
+        return kinds <= {"named", "list", "tuple ()"} and all(map(_alike, one[1], other[1]))
+    return _same_in_any_order(one[1], other[1])
 
 
 def _same_in_any_order(parts: list[str], others: list[str]) -> bool:
@@ -242,15 +297,42 @@ def _shape(text: str) -> tuple[str, list[str]]:
     parts = _split(text, ",")
     if len(parts) > 1 and not _THOUSANDS_ONLY.fullmatch(text):
         parts = [part for part in parts if part]
+        names = [match[0] for part in parts if (match := _NAME.match(part))]
+        if len(set(names)) == len(parts):
+            return "named", [part[len(name) :] for name, part in sorted(zip(names, parts, strict=True))]
         expanded = [item for part in parts for item in (_shape(part)[1] if "\\pm" in part else [part])]
-        return "list", expanded
+        return "union" if all(map(_letter, expanded)) else "list", expanded
     if text[:1] in tuple(_OPEN) and text[-1:] in tuple(_CLOSE) and _closes_at_end(text):
         parts = _split(text[1:-1], ",")
         if text[0] in "⟨{":
             return "set", parts
         if len(parts) > 1:
             return f"tuple {text[0]}{text[-1]}", parts
-    return "leaf", []
+    return _interval(text) or ("leaf", [])
+
+
+def _letter(text: str) -> str:
+    """The unknown of an inequality, such as the x of 2 < x; "" for anything else."""
+    terms = [term.strip() for term in _RELATION.split(text)[::2]]
+    found = terms[1] if len(terms) == 3 else next((term for term in terms if len(term) == 1 and term.isalpha()), "")
+    return found if len(terms) in (2, 3) and len(found) == 1 and found.isalpha() else ""
+
+
+def _interval(text: str) -> tuple[str, list[str]] | None:
+    """An inequality as the interval that it says: 2 < x \\leq 5 as (2, 5]."""
+    letter, pieces = _letter(text), [piece.strip() for piece in _RELATION.split(text)]
+    terms, signs = pieces[::2], pieces[1::2]
+    rising = {sign[0] in "<≤" or sign.startswith("\\l") for sign in signs}
+    if not letter or len(rising) > 1:
+        return None
+    if not rising.pop():
+        terms, signs = terms[::-1], signs[::-1]
+    if len(terms) == 2:
+        terms, signs = (
+            (["-\\infty", *terms], ["<", *signs]) if terms[0] == letter else ([*terms, "\\infty"], [*signs, ">"])
+        )
+    strict = [sign in ("<", ">", "\\lt", "\\gt") for sign in signs]
+    return f"tuple {'[('[strict[0]]}{'])'[strict[1]]}", [terms[0], terms[2]]
 
 
 _THOUSANDS_ONLY = re.compile(r"-?\d{1,3}(?:,\s?\d{3})+(?:\.\d+)?%?")
@@ -301,19 +383,41 @@ def _same_expression(one: str, other: str) -> bool:
         digits = bases[1][1] if bases[1] else other
         return digits.replace(" ", "") == bases[0][1].replace(" ", "") and (not bases[1] or bases[0][2] == bases[1][2])
     gold, target = _expression(one), _expression(other)
-    if gold is None or target is None:
+    if gold is None or target is None or _misread(gold, target):
         return False
-    if not math_verify.verify([gold], [target], strict=True, float_rounding=9, timeout_seconds=None):
-        return False
-    return not _far_apart(gold, target)
+    alike = math_verify.verify([gold], [target], strict=True, float_rounding=9, timeout_seconds=None)
+    values = [_value(gold), _value(target)]
+    if None in values:
+        return bool(alike)
+    # math-verify rounds to digits after the point, which makes all tiny numbers equal; and i is a letter to it.
+    return _near(*values) and bool(alike or _IMAGINARY.search(one + other))
 
 
-def _far_apart(gold: Any, target: Any) -> bool:
-    """math-verify rounds to a number of digits after the point, which makes all tiny numbers equal."""
-    if not (getattr(gold, "is_number", False) and getattr(target, "is_number", False)):
-        return False
-    one, other = complex(gold.evalf(30)), complex(target.evalf(30))
-    return abs(one - other) > 1e-9 * max(abs(one), abs(other))
+def _near(one: Any, other: Any) -> bool:
+    return bool(one == other or abs(one - other) <= 1e-9 * max(abs(one), abs(other)))
+
+
+def _value(expression: Any) -> Any:
+    """A number, to thirty digits, or None; i is the imaginary unit."""
+    import sympy
+
+    with suppress(TypeError, ValueError, AttributeError):
+        units = {letter: sympy.I for letter in expression.free_symbols if letter.name == "i"}
+        if len(units) == len(expression.free_symbols):
+            return complex(expression.subs(units).doit().evalf(30))
+    return None
+
+
+def _misread(gold: Any, target: Any) -> bool:
+    """Where math-verify takes a value for an equation (10 for 2x = 10, 5 for x + y = 5), or a false equation of numbers
+    for a true one."""
+    import sympy
+
+    if isinstance(target, sympy.Eq) and None not in (sides := [_value(target.lhs), _value(target.rhs)]):
+        return not _near(*sides)
+    equations = [side for side in (gold, target) if isinstance(side, sympy.Eq)]
+    left: Any = equations[0].lhs if len(equations) == 1 else None
+    return bool(left is not None and left.free_symbols and (left.is_Add or left.is_Pow or left.as_coeff_Mul()[0] != 1))
 
 
 @lru_cache(maxsize=4096)
@@ -340,6 +444,7 @@ def _readable(reference: str) -> bool:
         known = plain_number(text) or _as_words(text) or _BASE.fullmatch(text)
         return bool(known) or _expression(text) is not None
 
+    _keep_python_out()
     return every(_normal(reference))
 
 
@@ -348,7 +453,7 @@ def _load() -> None:
     """Import what reading needs, and read something: the grammar's tables are made on first use, by the parent of all
     forks."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of deadlines it leaves to its caller
-    _compare("\\frac{\\sqrt{2}}{3} x^2", "(x+1)^2 \\cdot \\pi")
+    _alike("\\frac{\\sqrt{2}}{3} x^2", "(x+1)^2 \\cdot \\pi")  # not _compare, which changes sympy for its process
 
 
 _EQUAL = Bounded(_compare, DEADLINE_S, prepare=_load)

@@ -56,6 +56,31 @@ SAME = [
     ("6 - 5i", "-5i+6"),
     ("5!", "120"),
     ("\\binom{5}{2}", "10"),
+    ("\\text{June 5}", "June 5"),
+    ("5\\text{ cm}", "5 centimeters"),
+    ("10:30\\text{ a.m.}", "10:30"),
+    ("x=3, y=4", "y = 4, x = 3"),
+    ("x=3, y=4", "(3, 4)"),
+    ("(3,4)", "x=3, y=4"),
+    ("x = 2, x = -2", "-2, 2"),
+    ("x > 5", "(5, \\infty)"),
+    ("x \\le 5", "5 \\geq x"),
+    ("-1 < x \\leq 2", "(-1, 2]"),
+    ("2<x<5", "5>x>2"),
+    ("[-1,1]", "-1 \\le x \\le 1"),
+    ("x<-1 \\text{ or } x>2", "(-\\infty,-1)\\cup(2,\\infty)"),
+    ("\\mathbb{R}", "(-\\infty,\\infty)"),
+    ("\\emptyset", "\\{\\}"),
+    ("[2, \\infty)", "[2, +\\infty)"),
+    ("\\emptyset", "\\varnothing"),
+    ("\\langle 1,2\\rangle", "(1,2)"),
+    ("6\\frac{2}{3}\\%", "\\frac{20}{3}\\%"),
+    ("\\sin 30^\\circ", "\\frac12"),
+    ("e^{i\\pi}", "-1"),
+    ("\\frac{1}{i}", "-i"),
+    ("AB = 5", "5"),
+    ("0.56 = 56\\%", "0.56 = 56\\%"),
+    ("10", "4 + 6 = 10"),
     (42, "42.0"),
     (0.25, "1/4"),
 ]
@@ -93,6 +118,26 @@ DIFFERENT = [
     ("7", "seven and a half"),
     ("7", "\\frac{7}{"),
     ("\\infty", "-\\infty"),
+    ("5\\text{ cm}", "5\\text{ m}"),
+    ("10:30\\text{ a.m.}", "10:30\\text{ p.m.}"),
+    ("\\text{June 5}", "June 6"),
+    ("x=3, y=4", "x=4, y=3"),
+    ("(3,4)", "x=4, y=3"),
+    ("x > 5", "[5, \\infty)"),
+    ("x > 5", "y > 5"),
+    ("x > 5", "x < 5"),
+    ("2<x<5", "2<x<6"),
+    ("x<-1 \\text{ or } x>2", "x<-1"),
+    ("x+y=5", "5"),
+    ("x^2=4", "4"),
+    ("10", "2x = 10"),
+    ("\\emptyset", "0"),
+    ("0.56 = 56\\%", "0.56 = 57\\%"),
+    ("10", "2 \\cdot 4 = 10"),
+    ("3+4i", "3-4i"),
+    ("\\sin 30^\\circ", "\\sin 30"),
+    ("18", "18 or 19"),
+    ("\\frac{a}{b+c}", "a/b+c"),
 ]
 
 
@@ -129,6 +174,21 @@ def test_the_final_answer_is_found_in_its_text(text: str) -> None:
 def test_a_worked_solution_is_a_reference_too() -> None:
     assert score("Half of 3 is $\\boxed{\\frac32}$.", "it is 1.5") == 1.0
     assert score("We add them.\n#### 1,200", "\\boxed{1200}") == 1.0
+
+
+def test_no_text_is_evaluated_as_python() -> None:
+    def read(text: str) -> str:
+        import sympy
+
+        math_answer._keep_python_out()
+        return str(sympy.sympify(text))
+
+    bounded = Bounded(read, 5.0, prepare=math_answer._load)
+    assert bounded("12.5") == "12.5000000000000", "sympy itself reads numerals so"
+    for text in ("__import__('os').getpid()", "x.__class__", "Integer(2).__class__", "().__class__", "print(3)"):
+        with pytest.raises(RuntimeError, match="never evaluated"):
+            bounded(text)
+    bounded.close()
 
 
 @pytest.mark.parametrize(
