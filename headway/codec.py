@@ -1,10 +1,10 @@
 """Values to bytes and back: the one encoding of the wire between processes and of the record on disk.
 
-MessagePack, by msgspec. A noun is a struct: an array of its name and its fields, decoded by the types of its fields.
+MessagePack, by msgspec. A message is a struct: an array of its name and its fields, decoded by the types of its fields.
 Two hooks add what MessagePack lacks, as extension types: numpy arrays, and classes that define `to_plain` and
-`from_plain`. A tuple or a member of an enumeration comes back as one where a noun's field says so, otherwise as a list
-or a string; a numpy scalar comes back as a Python number. Decoding builds only registered classes and plain values:
-nothing is unpickled, so bytes from a stranger can be wrong but cannot run code.
+`from_plain`. A tuple or a member of an enumeration comes back as one where a message's field says so, otherwise as a
+list or a string; a numpy scalar comes back as a Python number. Decoding builds only registered classes and plain
+values: nothing is unpickled, so bytes from a stranger can be wrong but cannot run code.
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ import numpy as np
 from msgspec.msgpack import Decoder, Encoder, Ext
 
 _ARRAY, _PORTABLE, _INT32_ROW, _FLOAT32_ROW = range(1, 5)
-_ROWS = {_INT32_ROW: np.dtype("<i4"), _FLOAT32_ROW: np.dtype("<f4")}  # one-dimensional: what nouns are full of
+_ROWS = {_INT32_ROW: np.dtype("<i4"), _FLOAT32_ROW: np.dtype("<f4")}  # the usual fields of messages
 _ROW_CODES = {dtype: code for code, dtype in _ROWS.items()}
-_TAG = "\0"  # begins the name of a noun, so that a list of ordinary strings is not taken for one
+_TAG = "\0"  # begins the name of a message, so that a list of ordinary strings is not taken for one
 
 
 class Portable(Protocol):
-    """A class that says itself how it travels, as plain values."""
+    """A class that converts itself to plain values and back."""
 
     def to_plain(self) -> Any: ...
 
@@ -29,7 +29,7 @@ class Portable(Protocol):
     def from_plain(cls, plain: Any) -> Self: ...
 
 
-_NOUNS: dict[str, Any] = {}
+_MESSAGES: dict[str, Any] = {}
 _PORTABLES: dict[str, type[Portable]] = {}
 
 T = TypeVar("T")
@@ -37,8 +37,8 @@ P = TypeVar("P", bound=type[Portable])
 
 
 @dataclass_transform(frozen_default=True)
-def noun(cls: type[T]) -> type[T]:
-    """Make `cls` a frozen struct that can travel between processes and into the record.
+def message(cls: type[T]) -> type[T]:
+    """Class decorator: a frozen struct that can be sent between processes and written to the record.
 
     The functions of `dataclasses`, such as `replace`, accept it as one.
     """
@@ -47,7 +47,7 @@ def noun(cls: type[T]) -> type[T]:
     left_out = {name for name, _, _ in fields} | _MADE_ANEW
     namespace = {key: value for key, value in vars(made).items() if key not in left_out}
     tag = _TAG + cls.__name__
-    _NOUNS[tag] = msgspec.defstruct(
+    _MESSAGES[tag] = msgspec.defstruct(
         cls.__name__,
         fields,
         namespace=namespace,
@@ -57,7 +57,7 @@ def noun(cls: type[T]) -> type[T]:
         frozen=True,
         eq=False,
     )
-    return _NOUNS[tag]  # type: ignore[no-any-return]
+    return _MESSAGES[tag]  # type: ignore[no-any-return]
 
 
 _MADE_ANEW = {"__init__", "__dict__", "__weakref__", "__annotations__", "__match_args__", "__module__"}
@@ -85,10 +85,10 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
 
 
 def _build(value: Any) -> Any:
-    """Nouns out of the arrays that stand for them, also inside lists and dictionaries."""
+    """Replace arrays that encode messages by the messages, also inside lists and dictionaries."""
     if type(value) is list:
         if value and type(value[0]) is str and value[0].startswith(_TAG):
-            return msgspec.convert(value, _NOUNS[value[0]])
+            return msgspec.convert(value, _MESSAGES[value[0]])
         return [_build(item) if type(item) in (list, dict) else item for item in value]
     if type(value) is dict:
         return {key: _build(item) if type(item) in (list, dict) else item for key, item in value.items()}
@@ -96,7 +96,7 @@ def _build(value: Any) -> Any:
 
 
 def _to_known(value: Any) -> Any:
-    """What MessagePack can encode in place of `value`."""
+    """Encode hook: a value that MessagePack knows, in place of `value`."""
     if isinstance(value, np.ndarray):
         code = _ROW_CODES.get(value.dtype) if value.ndim == 1 else None
         if code is not None:
@@ -107,7 +107,7 @@ def _to_known(value: Any) -> Any:
     name = type(value).__name__
     if _PORTABLES.get(name) is type(value):
         return Ext(_PORTABLE, encode((name, value.to_plain())))
-    raise TypeError(f"{name} cannot travel: it is neither a plain value nor a registered noun")
+    raise TypeError(f"{name} cannot be sent: it is neither a plain value nor a registered message")
 
 
 def _from_extension(code: int, data: memoryview) -> Any:

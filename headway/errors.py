@@ -1,4 +1,4 @@
-"""Errors that are for people: one sentence that says what happened, where, and what to do.
+"""Errors written for users: one sentence that says what happened, where, and what to do.
 
 Everything raised on purpose derives from `HeadwayError`; the command line prints its sentence without a stack trace.
 Any other exception is a bug and keeps its trace. Each type crosses process boundaries by name (`runtime/`).
@@ -25,7 +25,7 @@ class ConfigError(HeadwayError):
 
 
 class WorkerDied(HeadwayError):
-    """A worker process ended while somebody still needed it; `worker` is its name where the runtime says it."""
+    """A worker process ended while a caller still needed it; `worker` is its name, if the runtime knows it."""
 
     def __init__(self, sentence: str = "", worker: str = "") -> None:
         super().__init__(sentence)
@@ -33,7 +33,7 @@ class WorkerDied(HeadwayError):
 
 
 class DeadlineExceeded(HeadwayError):
-    """Something that was awaited took longer than its deadline; the message names it."""
+    """An operation exceeded its deadline; the message names the operation."""
 
 
 class RequestRefused(HeadwayError):
@@ -45,7 +45,7 @@ class WeightMismatch(HeadwayError):
 
 
 class WeightsUnreachable(HeadwayError):
-    """Published weights could not be fetched from any of the places they lie in; what was fetched is not used."""
+    """Published weights could not be fetched from any of their places; a partial fetch is discarded."""
 
 
 class OutOfMemory(HeadwayError):
@@ -57,7 +57,7 @@ class SaveFailed(HeadwayError):
 
 
 class InvariantBroken(HeadwayError):
-    """A promise Headway makes about its own data did not hold; the run stops rather than train on it."""
+    """One of Headway's invariants was violated; the run stops rather than train on wrong data."""
 
 
 class RunFailed(HeadwayError):
@@ -115,7 +115,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Its kind and what it says, on one line: KeyError at task.py:12: 'answer'."""
+    """Type, place and message of an error on one line: KeyError at task.py:12: 'answer'."""
     said = ""
     with suppress(Exception):  # it may be of a class of the user's
         said = " ".join(str(error).split())

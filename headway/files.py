@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """`os.write` may stop half-way; the next attempt then says why."""
+    """Write all of `data`: `os.write` may stop half-way, and the next call then raises the cause."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]

@@ -8,7 +8,7 @@ from headway.codec import portable
 
 
 class Section(BaseModel):
-    """One component's knobs: frozen, strictly typed, without unknown keys, and able to travel between processes."""
+    """One component's knobs: frozen, strictly typed, no unknown keys, can be sent between processes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

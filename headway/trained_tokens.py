@@ -1,4 +1,4 @@
-"""What the loss saw of every trained token: the trainer reports it, the record keeps it, the viewer shows it."""
+"""Per-token values of a training step, as the loss used them; for the record and the viewer."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -6,18 +6,18 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.codec import noun
+from headway.codec import message
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 
 TOKEN_FATES = ("trained", "clipped", "capped", "masked_token", "masked_sequence", "masked_moment", "masked_negative")
-"""What the loss did with a token: full effect, the surrogate's clip, the weight's cap, or the mask that took it out."""
+"""What the loss did with a token: full gradient, clipped by the surrogate, weight capped, or masked, by which mask."""
 
 
-@noun
+@message
 class TrainedTokens:
-    """What the loss saw of every trained token of one training step, one sample after the other."""
+    """Per-token values of one training step, concatenated sample by sample."""
 
     sources: Ints  # three numbers a sample: its group, trajectory and sequence
     counts: Ints  # trained tokens of each sample
@@ -29,13 +29,13 @@ class TrainedTokens:
 
     @classmethod
     def join(cls, parts: "Iterable[TrainedTokens]") -> "TrainedTokens":
-        """Those of several ranks as one."""
+        """Concatenate the tokens of several ranks."""
         whole = [dataclasses.replace(part, current=part.current_or_proximal, fates=part.all_fates) for part in parts]
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: np.concatenate([getattr(part, name) for part in whole]) for name in names}).compact()
 
     def compact(self) -> "TrainedTokens":
-        """Without arrays that say nothing."""
+        """Empty the arrays that hold only their default."""
         current = self.current[:0] if np.array_equal(self.current, self.proximal) else self.current
         return dataclasses.replace(self, current=current, fates=self.fates if self.fates.any() else self.fates[:0])
 
@@ -48,7 +48,7 @@ class TrainedTokens:
         return self.fates if len(self.fates) else np.zeros(len(self.proximal), np.int32)
 
     def place(self, group: int, trajectory: int, sequence: int) -> slice | None:
-        """Where the tokens of one sequence lie in the arrays; None where it was not trained."""
+        """The slice of one sequence's tokens in the arrays; None if it was not trained."""
         found = np.flatnonzero((self.sources.reshape(-1, 3) == (group, trajectory, sequence)).all(axis=1))
         if not len(found):
             return None

@@ -1,4 +1,4 @@
-"""The nouns: everything that travels between the parts, frozen, typed, with lengths checked at birth. No torch.
+"""Data types that processes send each other: frozen, typed, array lengths checked on construction. No torch.
 
 Invariants that live here:
   8. Group identity: a trajectory names its group by containment, never by its place in an array, and a
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.codec import noun
+from headway.codec import message
 from headway.trained_tokens import TrainedTokens
 
 Ints = NDArray[np.int32]
@@ -54,7 +54,7 @@ def _check_dtypes(owner: str, dtype: type, **arrays: NDArray[Any]) -> None:
             raise ValueError(f"{owner}.{name} is {array.dtype}, not {np.dtype(dtype)}")
 
 
-@noun
+@message
 class Chat:
     """The messages of a chat prompt, and the arguments of the chat template that wrote them."""
 
@@ -62,7 +62,7 @@ class Chat:
     template: dict[str, Any]
 
 
-@noun
+@message
 class Prompt:
     """A task instance: its tokens, its text, and what its verifier needs; `source` names its task among several."""
 
@@ -79,7 +79,7 @@ class Prompt:
             raise ValueError(f"prompt {self.index} has no tokens")
 
 
-@noun
+@message
 class Sampling:
     temperature: float = 1.0  # 0 is greedy; log-probs are then given at temperature 1
     top_k: int = 0  # 0 keeps every token
@@ -97,9 +97,9 @@ class Sampling:
             raise ValueError(f"top_p in (0, 1], top_k of 0 or more and max_tokens of 1 or more, not {self}")
 
 
-@noun
+@message
 class RequestKey:
-    """What a request's randomness depends on, besides the seed and the position: never on who shares its batch."""
+    """Identifies a request. Randomness depends on it, the seed and the position, never on the rest of the batch."""
 
     group: int
     trajectory: int
@@ -110,7 +110,7 @@ class RequestKey:
         return f"{self.stream}/{self.group}/{self.trajectory}/{self.call}"
 
 
-@noun
+@message
 class Chunk:
     """Tokens sampled since the last chunk of the same request."""
 
@@ -123,7 +123,7 @@ class Chunk:
 
     @classmethod
     def join(cls, parts: "Iterable[Chunk | Completion]") -> "Chunk":
-        """What follows one another, as one; of nothing, a chunk without tokens."""
+        """Concatenate chunks and completions in order; without any, an empty chunk."""
         parts = list(parts)
         return cls(
             np.concatenate([np.empty(0, np.int32), *(part.tokens for part in parts)]),
@@ -132,13 +132,13 @@ class Chunk:
         )
 
 
-@noun
+@message
 class Request:
     key: RequestKey
     tokens: Ints
     sampling: Sampling
     seed: int
-    urgent: bool = False  # goes ahead of those that wait; for small things that must not queue behind a whole batch
+    urgent: bool = False  # skips the queue: for evaluations and probes, which must not wait behind a whole batch
     sampled: Chunk | None = None  # what another engine sampled of this completion before it was lost
 
     def __post_init__(self) -> None:
@@ -147,9 +147,9 @@ class Request:
             raise ValueError(f"request {self.key} has no prompt tokens")
 
 
-@noun
+@message
 class Completion:
-    """All tokens one request produced, across any number of interruptions, and why it ended."""
+    """All tokens that one request produced, across any number of interruptions, and the stop reason."""
 
     tokens: Ints
     logprobs: Floats
@@ -162,7 +162,7 @@ class Completion:
         _check_dtypes("Completion", np.float32, logprobs=self.logprobs)
 
 
-@noun
+@message
 class Scores:
     """Log-probs of given tokens under the weights of `version`; position 0 of each sequence is 0."""
 
@@ -170,7 +170,7 @@ class Scores:
     logprobs: tuple[Floats, ...]
 
 
-@noun
+@message
 class Sequence:
     """Four arrays of one length; `logprobs[t]` is that of `tokens[t]` given what precedes it, where it was sampled."""
 
@@ -212,7 +212,7 @@ class Sequence:
         return int((self.versions != NOT_SAMPLED).sum())
 
 
-@noun
+@message
 class Reward:
     """`value` placed at token `position` of sequence number `sequence` of its trajectory."""
 
@@ -225,7 +225,7 @@ class Reward:
             raise ValueError(f"a reward must be a finite number, not {self.value}")
 
 
-@noun
+@message
 class Trajectory:
     """One episode: its sequences, its rewards, why each of its completions ended; `components` are the named parts
     of its reward, before weighting, where the verifier names them."""
@@ -259,7 +259,7 @@ class Trajectory:
         return min((int(versions.min()) for versions in sampled if len(versions)), default=None)
 
 
-@noun
+@message
 class Failure:
     """A failed trajectory: the reason, and how many sampled tokens were wasted."""
 
@@ -268,9 +268,9 @@ class Failure:
     num_sampled: int
 
 
-@noun
+@message
 class Admission:
-    """A prompt on its way to become a group: given by the controller to a rollout worker."""
+    """The controller's order to a rollout worker: generate a group of `size` trajectories for this prompt."""
 
     group: int
     prompt: Prompt
@@ -281,7 +281,7 @@ class Admission:
     stream: str = "train"
 
 
-@noun
+@message
 class Group:
     """The trajectories of one prompt. `size` were asked for; those missing are listed in `failures`."""
 
@@ -312,7 +312,7 @@ class Group:
         return min((v for t in self.trajectories if (v := t.oldest_version) is not None), default=None)
 
 
-@noun
+@message
 class Batch:
     """The groups of one training step, in group-id order; `version` is that of the weights it will change."""
 
@@ -335,9 +335,9 @@ class Batch:
         return tuple(self.version - version for version in oldest if version is not None)
 
 
-@noun
+@message
 class Sample:
-    """One sequence with something to learn from: `where` are the places of its trained tokens."""
+    """One sequence with at least one trained token; `where` are the positions of those tokens."""
 
     tokens: Ints
     where: NDArray[np.int64]
@@ -349,13 +349,13 @@ class Sample:
 
 
 def piece_key(name: str, rows: range, num_rows: int) -> str:
-    """What the fingerprint of some rows of a tensor goes by: the tensor's name, where they are all it has."""
+    """The name under which a fingerprint of some rows is listed: the tensor's own name if these are all its rows."""
     return name if len(rows) == num_rows else f"{name}[{rows.start}:{rows.stop}]"
 
 
-@noun
+@message
 class TensorInfo:
-    """Where one published tensor, or a piece of one, lies in its update, and the checksum of its bytes."""
+    """Type, shape, place and checksum of one published tensor, or of some rows of one."""
 
     name: str
     dtype: str
@@ -380,16 +380,16 @@ class TensorInfo:
         return self.name if self.num_rows is None else piece_key(self.name, self.rows, self.num_rows)
 
 
-@noun
+@message
 class WeightPlace:
-    """Somewhere the bytes of an update lie, how they are fetched from there, and the machine that alone can do so."""
+    """One place from which an update can be fetched: the transport, the location, and the machine it works on."""
 
     transport: str
     location: str
     host: str = ""  # empty: every machine may try
 
 
-@noun
+@message
 class WeightUpdate:
     """Named tensors under a version: `kind` is full or adapter, `location` says where the bytes lie.
 
@@ -405,7 +405,7 @@ class WeightUpdate:
     host: str = ""  # the machine that can read `location`; empty: every machine may try
     elsewhere: tuple[WeightPlace, ...] = ()  # where else the same bytes lie, best first
     base: str = ""  # of an adapter: the digest of all tensors it does not name
-    token: bytes = field(default=b"", repr=False)  # what a receiver proves to know before a stream sends anything
+    token: bytes = field(default=b"", repr=False)  # shared secret: a receiver proves it before a stream sends anything
     digest: str = ""  # one checksum of all values, the same whatever the transport; the trainer takes it
 
     def __post_init__(self) -> None:
@@ -414,7 +414,7 @@ class WeightUpdate:
 
     @property
     def places(self) -> tuple[WeightPlace, ...]:
-        """Everywhere the bytes lie, best first."""
+        """All places from which the bytes can be fetched, best first."""
         return (WeightPlace(self.transport, self.location, self.host), *self.elsewhere)
 
     @property
@@ -431,9 +431,9 @@ class WeightUpdate:
         return {tensor.key: tensor.fingerprint for tensor in self.pieces}
 
 
-@noun
+@message
 class SwapReport:
-    """What a swap did: the fingerprints of what is now live, and how long decoding stood still for it."""
+    """Result of a swap: fingerprints of the live tensors, and how long decoding was paused."""
 
     version: int
     fingerprints: dict[str, str]
@@ -442,7 +442,7 @@ class SwapReport:
     num_recomputed: int
 
 
-@noun
+@message
 class EngineStats:
     version: int
     running: int
@@ -456,9 +456,9 @@ class EngineStats:
     kv_total: int
 
 
-@noun
+@message
 class StepReport:
-    """What one training step did. `skipped` holds the reason when no version was added."""
+    """Result of one training step. `skipped` holds the reason when no version was added."""
 
     version: int
     skipped: str
@@ -470,9 +470,9 @@ class StepReport:
     tokens: TrainedTokens | None = None  # None: skipped, or not asked for
 
 
-@noun
+@message
 class Verdict:
-    """What the reward pool says of one text: a score, or an error that is never a reward."""
+    """The reward pool's answer for one text: a score, or an error, which is never a reward."""
 
     score: float
     error: str

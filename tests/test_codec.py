@@ -1,4 +1,4 @@
-"""What is encoded comes back as it was: type, value and shape; what cannot travel is refused by name."""
+"""What is encoded comes back as it was: type, value and shape; what cannot be sent is refused by name."""
 
 import math
 import struct
@@ -30,12 +30,12 @@ INTEGERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint3
 FLOATS = ("float16", "float32", "float64", "complex64")
 
 
-@codec.noun
+@codec.message
 class OneField:
     only: tuple[int, ...]
 
 
-@codec.noun
+@codec.message
 class NoField:
     pass
 
@@ -65,7 +65,7 @@ def test_plain_values_keep_type_and_value(value: Any) -> None:
     assert repr(round_trip(value)) == repr(value)
 
 
-def test_tuples_enumerations_and_numpy_scalars_become_plain_outside_nouns() -> None:
+def test_tuples_enumerations_and_numpy_scalars_become_plain_outside_messages() -> None:
     values = (1, ("a", ()), [StopReason.STOP], {StopReason.STOP: np.int32(3)}, np.float32(0.5), np.bool_(True))
     received = round_trip(values)
     assert repr(received) == "[1, ['a', []], ['stop'], {'stop': 3}, 0.5, True]"
@@ -109,7 +109,7 @@ def test_a_request_keeps_its_key_and_its_sampling() -> None:
     assert received.sampling.stop_tokens == (2, 7) and received.sampling.stop_strings == ("\n",)
 
 
-def test_nouns_of_one_field_and_of_none_come_back() -> None:
+def test_messages_of_one_field_and_of_none_come_back() -> None:
     received = round_trip([OneField((1, 2)), NoField(), OneField(())])
     assert [type(value) for value in received] == [OneField, NoField, OneField]
     assert received[0].only == (1, 2) and received[2].only == ()
@@ -126,13 +126,13 @@ def test_a_config_section_comes_back_as_itself() -> None:
     assert type(received) is RunSection and received == section
 
 
-def test_a_noun_is_checked_again_where_it_arrives() -> None:
+def test_a_message_is_checked_again_where_it_arrives() -> None:
     data = codec.encode(Reward(0, 0, 1.0)).replace(struct.pack(">d", 1.0), struct.pack(">d", math.nan))
     with pytest.raises(ValueError, match="a reward must be a finite number"):
         codec.decode(data)
 
 
-def test_a_noun_with_a_field_missing_or_of_another_type_is_refused_by_its_place() -> None:
+def test_a_message_with_a_field_missing_or_of_another_type_is_refused_by_its_place() -> None:
     with pytest.raises(msgspec.ValidationError, match="at least length 3"):
         codec.decode(msgspec.msgpack.encode(["\0RequestKey", 1]))
     with pytest.raises(msgspec.ValidationError, match=r"Expected `int`, got `str` - at `\$\[2\]`"):
@@ -144,7 +144,7 @@ def test_unknown_classes_are_refused_by_name() -> None:
         pass
 
     for value in (Stranger(), 1j, len, np.datetime64(0, "s")):
-        with pytest.raises(TypeError, match=f"{type(value).__name__} cannot travel"):
+        with pytest.raises(TypeError, match=f"{type(value).__name__} cannot be sent"):
             codec.encode([value])
 
 

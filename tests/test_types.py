@@ -1,4 +1,4 @@
-"""The nouns are checked at birth and do their own arithmetic.
+"""Messages are checked on construction and do their own arithmetic.
 
 Invariant 8: group identity. Invariant 9: explicit stop reasons travel with the completion.
 """
@@ -146,7 +146,7 @@ def test_a_reward_lies_at_a_token_of_its_trajectory(reward: Reward, said: str) -
     assert refused(Trajectory, 0, (sequence,), (reward,), 1.0, (StopReason.STOP,)) == said
 
 
-def test_nouns_are_frozen() -> None:
+def test_messages_are_frozen() -> None:
     with pytest.raises(AttributeError):
         completion(3).stop = StopReason.LENGTH  # type: ignore[misc]
 
@@ -229,7 +229,7 @@ def test_a_batch_survives_a_journey_bit_for_bit() -> None:
     assert travelled.staleness == batch.staleness and travelled.groups[0].failures[0].reason == "workflow: KeyError"
 
 
-def test_the_nouns_need_no_torch() -> None:
+def test_the_messages_need_no_torch() -> None:
     source = types.__file__
     assert source is not None
     with open(source, encoding="utf-8") as file:

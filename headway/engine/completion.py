@@ -1,4 +1,4 @@
-"""A completion while it is being sampled: one class for the engines and for the rollout worker that collects chunks.
+"""`PartialCompletion`: a completion while it is sampled, in the engines and in the rollout worker that collects chunks.
 
 Invariants that live here:
   3. The engine stamps versions: every token carries the one its engine stamped it with.
@@ -108,7 +108,7 @@ class PartialCompletion:
         text = self._decode_text(self.tokens[max(self.num_prompt, start - self._window) : end].tolist())
         return any(stop in text for stop in self._stop_strings)
 
-    # What others get
+    # Output
 
     def take_chunk(self, end: int | None = None) -> Chunk:
         """The tokens since the last chunk, up to place `end`."""
@@ -121,15 +121,15 @@ class PartialCompletion:
 
     @property
     def sampled(self) -> Chunk:
-        """All that was sampled so far."""
+        """All tokens sampled so far."""
         return self._chunk(slice(self.num_prompt, self.num_tokens))
 
     def remaining_request(self) -> Request:
-        """The request as another engine takes it over: with what was sampled so far."""
+        """The request for another engine to continue: with the tokens sampled so far."""
         return self.request if self.fresh else replace(self.request, sampled=self.sampled)
 
     def completion(self, stop: StopReason | None = None) -> Completion:
-        """All that was sampled, ended for the reason found or for the one given."""
+        """The completion, with the stop reason found or the one given."""
         reason, whole = stop or self.stop, self.sampled
         assert reason is not None, f"{self.name} has not ended"
         return Completion(whole.tokens, whole.logprobs, whole.versions, reason)

@@ -1,8 +1,7 @@
-"""A stand-in for an engine, for tests and for measuring everything but an engine: deterministic by seed, no model.
+"""A fake engine without a model, deterministic by seed: for tests, and for benchmarks of everything but an engine.
 
-Completions have long-tailed lengths and take time in proportion; everything else of the protocol is real enough for a
-controller not to notice: versions are stamped, swaps lose nothing, what was sampled elsewhere is continued,
-fingerprints are those that were staged.
+Completions have long-tailed lengths and take time in proportion. The rest of the protocol is implemented: versions are
+stamped, swaps lose no request, tokens sampled elsewhere are continued, fingerprints are those of the staged update.
 """
 
 import asyncio
@@ -40,7 +39,7 @@ class FakeEngine:
         return len(self._running)
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk | Completion]:
-        """Half of what is missing is sampled and sent before the wait, half after it."""
+        """Sample and send half of the missing tokens before the wait, half after it."""
         name = str(request.key)
         aborted = self._running[name] = asyncio.Event()
         tokens, reason = self._draw(request)

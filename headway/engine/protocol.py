@@ -1,4 +1,4 @@
-"""The Engine protocol: token space, few verbs; embedded (ours), fake (tests), and room for servers of other make.
+"""The `Engine` protocol, which the embedded, the vLLM and the fake engine implement; tokens in, tokens out.
 
 Invariants that live here:
   3. The engine stamps versions: it stamps version and log-prob on every token at the moment it samples it.
@@ -22,8 +22,8 @@ from headway.types import (
 )
 
 KvPolicy = Literal["recompute", "keep", "drain"]
-"""What a swap does to the keys and values of sequences in flight: compute them anew, leave them as they are, or wait
-until the sequences have ended, so that every completion is of one version."""
+"""What a swap does to the KV cache of sequences in flight: recompute it, keep it, or drain first: wait until they have
+ended, so that every completion is of one version."""
 
 
 class Engine(Protocol):

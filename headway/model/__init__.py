@@ -1,4 +1,4 @@
-"""What trainer and engine share of the model: loading, packed attention, fused log-probs, sharding, sizes.
+"""Model code that trainer and engine share: loading, packed attention, fused log-probs, sharding, sizes.
 
 The trainer runs the transformers module itself; the embedded engine runs the module's parameters by its own forward
 pass (headway/engine/embedded/decoder.py).

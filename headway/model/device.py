@@ -1,4 +1,4 @@
-"""Devices and number types a config may name, and tensors on their way to a device."""
+"""Devices and dtypes of a config, deterministic mode, and copies to a device."""
 
 import os
 

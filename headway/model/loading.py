@@ -1,4 +1,4 @@
-"""Supported transformers causal LMs: loading, building, naming and refusing them.
+"""Loads, builds and checks transformers causal LMs of the supported families.
 
 Nothing of a model directory is executed: neither code of its own (`auto_map`) nor pickles.
 """
@@ -46,7 +46,7 @@ def compile_blocks(model: PreTrainedModel) -> None:
 
 
 def check_supported(config: PreTrainedConfig, where: str) -> None:
-    """Refuse, by name, what the trainer cannot run: another engine would not help, for it must train it anyway."""
+    """Refuse models that the trainer cannot run; another engine would not help, since the trainer must run them too."""
     if config.model_type not in FAMILIES:
         supported = ", ".join(FAMILIES)
         raise ConfigError(
@@ -74,7 +74,7 @@ def check_supported(config: PreTrainedConfig, where: str) -> None:
 
 
 def _rope_types(config: PreTrainedConfig) -> Iterator[str]:
-    """Of all layers; some families have parameters for each type of layer."""
+    """RoPE types of all layers; some families have parameters for each type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     for each in (parameters, *parameters.values()):
         if isinstance(each, dict) and "rope_type" in each:
@@ -180,7 +180,7 @@ def end_tokens(path: str, config: PreTrainedConfig) -> set[int]:
 
 
 def build_model(init: InitSection, vocab_size: int, pad: int, eos: int, max_context: int, seed: int) -> PreTrainedModel:
-    """A small Llama from nothing, its weights drawn from `seed`."""
+    """A small Llama with random weights drawn from `seed`."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=init.hidden_size,

@@ -14,7 +14,7 @@ _NUM_WARPS = 8
 
 
 def logprobs_of(logits_TV: Tensor, targets_T: Tensor, scale_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of log-softmax(logits · scale): its value at the target, its entropy, and the log of its normalising sum."""
+    """For log-softmax(logits · scale): the value at the target, the entropy, and the log of the normalising sum."""
     num_tokens, vocabulary = logits_TV.shape
     logprobs_T, entropy_T, normalizer_T = torch.empty(
         3, num_tokens, dtype=torch.float32, device=logits_TV.device

@@ -1,7 +1,7 @@
-"""Estimates from sizes alone whether a run fits into the memory of its GPUs, before anything is loaded.
+"""Estimates from sizes whether a run fits into its GPUs' memory, before anything is loaded.
 
-It counts the least a run needs: weights, their shadow, gradients, the optimizer's state and the keys and values of two
-sequences. A run that fits may still need smaller micro-batches; one that does not fit can only fail.
+It is a lower bound: weights, their shadow, gradients, the optimizer's state and the KV cache of two sequences. A run
+that fits may still need smaller micro-batches; one that does not fit is refused.
 """
 
 from collections import defaultdict
@@ -34,13 +34,13 @@ def engine_weight_bytes(config: Config, num_parameters: int) -> int:
 
 
 def kv_bytes(config: Config, shape: ModelShape, device: str) -> int:
-    """Keys and values that the config asks for; 0 where an engine takes the free memory."""
+    """Bytes of KV cache that the config asks for; 0 where an engine takes the free memory."""
     num_tokens = config.engine.kv_tokens or (DEFAULT_KV_TOKENS if device == "cpu" else 0)
     return token_bytes(config, shape) * num_tokens
 
 
 def token_bytes(config: Config, shape: ModelShape) -> int:
-    """Keys and values of one token."""
+    """Bytes of one token's keys and values."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * _BYTES[config.model.dtype]
 
 
@@ -80,7 +80,7 @@ def check_fit(config: Config, shape: ModelShape, tied: bool, context: int) -> No
 
 
 def capacity(device: str) -> int:
-    """The memory of a GPU in bytes, used or not."""
+    """Total memory of a GPU in bytes."""
     import torch
 
     total: int = torch.cuda.get_device_properties(device).total_memory

@@ -1,11 +1,11 @@
-"""What the cost of a forward pass depends on, and that cost: arithmetic on sizes, without torch."""
+"""Model sizes and the FLOPs of a forward pass; needs no torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the cost of a forward pass depends on, in a decoder with gated feed-forward layers."""
+    """Sizes of a decoder with gated feed-forward layers, as far as they determine FLOPs and memory."""
 
     num_layers: int
     hidden_size: int

@@ -15,7 +15,7 @@ from headway.model.logprobs import Policy
 
 
 class Masters:
-    """The fp32 weights that the optimizer moves, by parameter name.
+    """The fp32 master weights that the optimizer updates, by parameter name.
 
     With a narrower `dtype` the module holds a cast copy, which its passes use and which is published. Each gradient is
     added to its master's, in fp32, as soon as it is complete, and `refresh` casts again after the masters moved.

@@ -1,7 +1,7 @@
 """Text to tokens and back: any transformers tokenizer, or a small one of single characters built from an alphabet.
 
-Nothing here is guessed: a directory that holds no tokenizer, or a chat prompt for a model without a chat template, is
-one sentence at start-up. The engine knows nothing of this file; it lives in token space.
+A directory without a tokenizer, or a chat prompt for a model without a chat template, is refused at start-up. Engines
+do not use this module to generate: they take and return tokens.
 """
 
 import json
@@ -102,7 +102,7 @@ def render_chat(
     if not tokenizer.chat_template:
         raise ConfigError("task.chat = true, but the model's tokenizer has no chat template; set task.chat = false")
     if tools and "tools" not in str(tokenizer.chat_template):
-        messages, tools = _tell_tools(messages, tools), None
+        messages, tools = _with_tools(messages, tools), None
     # The template is the model author's program, the messages are the user's data: either may refuse the other.
     with translated(Exception, ConfigError, f"the chat template does not accept these messages ({CAUSE})"):
         text = tokenizer.apply_chat_template(
@@ -115,12 +115,12 @@ def render_chat(
     return str(text)
 
 
-def _tell_tools(messages: Messages, tools: list[dict[str, Any]]) -> Messages:
-    """The messages for a template that knows no tools: told in the system prompt, and calls as the model wrote them."""
+def _with_tools(messages: Messages, tools: list[dict[str, Any]]) -> Messages:
+    """Messages for a chat template without tools: the system prompt describes them, calls are plain text."""
     system = messages[0].get("content", "") + "\n\n" if messages and messages[0].get("role") == "system" else ""
     schemas = "\n".join(json.dumps(tool["function"]) for tool in tools)
-    told = {"role": "system", "content": f"{system}{_TOOLS}\n{schemas}"}
-    return [told, *(_with_calls(message) for message in messages[bool(system) :])]
+    system_message = {"role": "system", "content": f"{system}{_TOOLS}\n{schemas}"}
+    return [system_message, *(_with_calls(message) for message in messages[bool(system) :])]
 
 
 def _with_calls(message: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A run's incarnations on one clock, which stands still while no process of the run exists."""
+"""Maps unix times to seconds of run time: the processes of a run in sequence, without the pauses between them."""
 
 import bisect
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Incarnation:
 
     start: float
     end: float
-    offset: float  # seconds that earlier incarnations lived
+    offset: float  # run time at its start
     training_start: float | None = None  # its first admission, resumption or batch
     training_end: float | None = None  # its last training step
 
@@ -36,16 +36,16 @@ class Clock:
 
     @property
     def total_s(self) -> float:
-        """Seconds that processes of the run lived."""
+        """Seconds for which a process of the run existed."""
         return self.at(self.incarnations[-1].end) if self.incarnations else 0.0
 
     @property
     def resumes(self) -> list[float]:
-        """When, on this clock, each later incarnation began."""
+        """Run time at which each later incarnation began."""
         return [incarnation.offset for incarnation in self.incarnations[1:]]
 
     def at(self, time: float) -> float:
-        """Seconds that the run had lived at a unix time."""
+        """Run time at a unix time."""
         index = bisect.bisect_right(self.incarnations, time, key=lambda incarnation: incarnation.start) - 1
         incarnation = self.incarnations[max(0, index)]
         return incarnation.offset + time - incarnation.start

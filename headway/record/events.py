@@ -1,4 +1,4 @@
-"""The kinds of events: one frozen class each, documented where it is defined. This is all that a run's log can say.
+"""Event types of the run log: one frozen class each, documented where it is defined.
 
 An event is made without `seq` and `time`; the log stamps both when it appends. On disk an event is one JSON object on
 a line: `kind` (the class name in snake case), `seq`, `time`, and the fields of that kind. A number that is not finite
@@ -25,7 +25,7 @@ def _snake_case(name: str) -> str:
 class Event(
     msgspec.Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True, tag_field="kind", tag=_snake_case
 ):
-    """What all kinds share: `seq` counts from 0 without gaps, `time` is in unix seconds; both are the log's."""
+    """Base of all events. The log sets both fields: `seq` counts from 0 without gaps, `time` is in unix seconds."""
 
     seq: int = -1
     time: float = 0.0
@@ -83,7 +83,7 @@ class Phase(Event, frozen=True, kw_only=True):
 
 
 class Warned(Event, frozen=True, kw_only=True):
-    """Something a person should know that changes no state, such as a damaged checkpoint that was skipped."""
+    """A warning for the user that changes no state, such as a damaged checkpoint that was skipped."""
 
     message: str
 
@@ -106,7 +106,7 @@ class Requeued(Event, frozen=True, kw_only=True):
 
 
 class Place(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """Where an entry of the record lies, as `ShardRef` has it."""
+    """Position of an entry in the record, with the fields of `ShardRef`."""
 
     shard: str
     offset: int
@@ -123,7 +123,7 @@ class FailedTrajectory(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fie
 
     @property
     def cause(self) -> str:
-        """The kind of failure: the reason without what makes each one different."""
+        """The kind of failure: the reason up to its first colon, for counting."""
         return self.reason.partition(":")[0].strip()[:40] or "unknown"
 
     @classmethod
@@ -149,18 +149,18 @@ class Finished(Event, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> int:
-        """Sampled, of its trajectories."""
+        """Tokens sampled for its trajectories."""
         return sum(self.lengths)
 
     @property
     def reward(self) -> float | None:
-        """The mean over its trajectories."""
+        """Mean reward of its trajectories."""
         known = [reward for reward in self.rewards if reward is not None]
         return sum(known) / len(known) if known else None
 
 
 class Dropped(Event, frozen=True, kw_only=True):
-    """Groups that leave untrained."""
+    """Groups were dropped without being trained."""
 
     groups: tuple[int, ...]
     reason: str  # a DropReason
@@ -194,7 +194,7 @@ class Trained(Event, frozen=True, kw_only=True):
 
 
 class EtaChanged(Event, frozen=True, kw_only=True):
-    """An adaptive staleness bound moved, for the admissions from now on; the figures are means of recent steps."""
+    """The adaptive staleness bound changed for new admissions; the figures are means of recent steps."""
 
     version: int  # of the weights after the training step that decided it
     before: int
@@ -213,7 +213,7 @@ class Retrained(Event, frozen=True, kw_only=True):
 
 
 class Skipped(Event, frozen=True, kw_only=True):
-    """A training step that was not finite: the version stays, and its groups leave here, dropped as non-finite."""
+    """A training step had a non-finite loss or gradient: the version stays, its groups are dropped as non-finite."""
 
     version: int
     groups: tuple[int, ...]

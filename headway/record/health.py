@@ -23,7 +23,7 @@ _ZEROS = (
 
 @dataclass(frozen=True)
 class HealthWarning:
-    """What is wrong since a training step, and what to do about it."""
+    """A problem, the training step since which it exists, and its remedy."""
 
     kind: str
     since: int
@@ -31,7 +31,7 @@ class HealthWarning:
 
 
 def diagnose(steps: Sequence[Step], max_tokens: int | None) -> Iterator[tuple[str, str]]:
-    """(kind, message) of everything that is wrong over the last steps."""
+    """Yield (kind, message) for every problem in the last steps."""
     recent = steps[-WINDOW:]
     trajectories = sum(step.num_trajectories for step in recent)
     groups = sum(step.num_groups for step in recent)

@@ -33,12 +33,12 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def read(path: str | Path) -> list[Event]:
-    """Every whole event of a log; a torn last line, which a crash can leave, is ignored."""
+    """All events of a log; a torn last line, which a crash can leave, is ignored."""
     return list(scan(path))
 
 
 def scan(path: str | Path) -> Iterator[Event]:
-    """The whole events of a log, one at a time."""
+    """Yield the events of a log; a torn last line is ignored."""
     with (
         translated(OSError, HeadwayError, f"cannot read the event log {path}: {CAUSE}; is this a run directory?"),
         open(path, "rb") as file,
@@ -103,7 +103,7 @@ class EventLog:
         return written
 
     def subscribe(self, callback: Callable[[Event], None]) -> None:
-        """Have `callback` called with every event from now on, inside the `append` that makes it."""
+        """Call `callback` with every event from now on, inside its `append`."""
         self._subscribers.append(callback)
 
     async def flush(self) -> None:
@@ -192,7 +192,7 @@ class EventLog:
 
 
 def encode(event: Event) -> bytes:
-    """The line of an event."""
+    """An event as its line of JSON."""
     try:
         return _ENCODER.encode(event) + b"\n"
     except UnicodeEncodeError:  # a lone surrogate, from a path or from text that user code cut in half
@@ -218,7 +218,7 @@ def is_being_written(path: Path) -> bool:
 
 
 def writing(path: Path) -> AbstractContextManager[None]:
-    """Translates what the disk says of a write to `path`."""
+    """Raise a failed write to `path` as HeadwayError."""
     sentence = f"cannot write {path}: {CAUSE}; make room or repair the disk, then resume the run"
     return translated(OSError, HeadwayError, sentence)
 
@@ -240,7 +240,7 @@ def _open_locked(path: Path) -> int:
 
 
 def _locks(fd: int) -> bool:
-    """Take the lock of a log, unless another process has it."""
+    """Lock a log file; False if another process has the lock."""
     with suppress(BlockingIOError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -248,7 +248,7 @@ def _locks(fd: int) -> bool:
 
 
 def _scan(file: BinaryIO, path: str | Path, num_before: int = 0) -> Iterator[tuple[Event, int]]:
-    """Whole events, each with the offset of its end. A line that is no JSON is torn if it is the last, else damage.
+    """Yield events with the offset of their end. A last line that is no JSON is torn; any other one is damage.
 
     `num_before` events lie before the place from which the file is read; offsets count from there.
     """
@@ -279,7 +279,7 @@ def _damage(path: str | Path, number: int, line: bytes) -> str:
 
 
 def _unknown(path: str | Path, number: int, line: bytes, error: Exception) -> str:
-    """Valid JSON that is no event: of another version of Headway, or changed by hand."""
+    """Error sentence for JSON that is no event: written by another version of Headway, or edited."""
     values = msgspec.json.decode(line)
     if number == 1 and isinstance(values, dict) and values.get("format") != FORMAT:
         found = values.get("format", 1)

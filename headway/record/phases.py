@@ -1,4 +1,4 @@
-"""Phases of work as events: reading the model, starting workers, retraining, an evaluation."""
+"""Events for phases of work such as reading the model, starting workers, retraining and evaluation."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ PROGRESS_EVERY_S = 0.5
 
 @contextmanager
 def phase(emit: Callable[[Event], object], name: str) -> Iterator[Callable[[int, int], None]]:
-    """Announce a phase, its progress and its end; what it yields takes (done, total) and may be called at any rate.
+    """Emit a phase's start, progress and end; call the yielded function with (done, total), at any rate.
 
     `emit` is `log.append`, or the view's `on_event` where there is no log.
 

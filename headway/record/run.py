@@ -1,4 +1,4 @@
-"""The single fold of the event log: everything that resume, report, view, plots and metrics know of a run.
+"""Folds the event log into a `Run`, the state that resume, report, view, plots and metrics read.
 
     run = Run.read("runs/mine")
     run.steps[-1].event.reward, run.tokens.counts(), run.groups[7].rewards
@@ -41,7 +41,7 @@ _MOST_SHARED = 10_000
 
 
 class GroupState(msgspec.Struct, gc=False):
-    """One group: where it is between admission and the training step, or why it was dropped."""
+    """State of one group: admitted, finished, taken for a training step, or dropped with a reason."""
 
     id: int
     prompt: int  # row
@@ -61,7 +61,7 @@ class GroupState(msgspec.Struct, gc=False):
     dropped: str = ""  # the reason
 
     def is_trained(self, version: int) -> bool:
-        """Whether it was trained on, in a run that has reached this version."""
+        """Whether a run that has reached this version has trained it."""
         return self.taken is not None and self.taken < version
 
     @property
@@ -78,7 +78,7 @@ class GroupState(msgspec.Struct, gc=False):
 
 @dataclass
 class Run:
-    """What the events so far say of a run."""
+    """The state of a run after the events so far."""
 
     config: dict[str, Any] = field(default_factory=dict)
     configs: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # each from the version it holds for
@@ -148,11 +148,11 @@ class Run:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether an earlier process of the run began it."""
+        """Whether the run was resumed at least once."""
         return len(self.clock.incarnations) > 1
 
     def ref(self, group: int) -> ShardRef:
-        """Where the bytes of a finished group lie."""
+        """Position of a finished group in the record."""
         found = self.groups[group].ref
         assert found is not None, f"group {group} has not finished"
         return found
@@ -165,7 +165,7 @@ class Run:
 
     @property
     def observed(self) -> list[tuple[int, Mapping[str, float | None], list[int]]]:
-        """What an adaptive staleness bound is decided by: each training step's metrics and its groups' bounds."""
+        """Input of the adaptive staleness bound: each training step's metrics and its groups' bounds."""
         trained = (step.event for step in self.steps)
         return [(each.version, each.metrics, [self.groups[group].eta for group in each.groups]) for each in trained]
 
@@ -190,7 +190,7 @@ class Run:
         return sorted(((version, slot) for slot, version in self._slots.items()), reverse=True)
 
     def finish(self) -> None:
-        """The run has come to its end: whatever is in flight is lost, and every token must have one fate."""
+        """Close the account of a run that ended: tokens in flight are lost, and every token must have one fate."""
         self.tokens.finish()
         self.tokens.check(finished=True)
 
@@ -225,7 +225,7 @@ class Run:
         self.tokens.on_resumed(event)
 
     def show_phase(self, event: events.Phase) -> None:
-        """Remember the phase in progress; one within it, such as the start of one worker, does not end it."""
+        """Track the phase in progress; a nested one, such as the start of one worker, does not end it."""
         if event.state in ("started", "progress"):
             self.phase = event
         elif self.phase is not None and self.phase.name == event.name:
@@ -262,7 +262,7 @@ class Run:
         self.tokens.on_finished(event, group.tokens)
 
     def _share(self, value: T) -> T:
-        """The equal value of an earlier event, so that a million groups fit into memory."""
+        """Intern a value that many events repeat, so that a million groups fit into memory."""
         if value in self._shared:
             return cast(T, self._shared[value])
         if len(self._shared) < _MOST_SHARED:
@@ -331,7 +331,7 @@ class Run:
             self.warnings[kind] = self.past_warnings[kind] = HealthWarning(kind, since, message)
 
     def _on_skipped(self, event: events.Skipped) -> None:
-        """The groups leave here and not with the dropped event that follows: a crash may come between the two."""
+        """Drop the groups here, not at the `dropped` event that follows: a crash may come between the two."""
         self._check_taken(event, event.version, event.groups)
         self.batches.pop()
         reason = DropReason.NON_FINITE.value
@@ -366,7 +366,7 @@ class Run:
             _contradiction(event, f"groups {list(groups)} were not the batch taken for version {version}")
 
     def _present(self, event: Event, id: int) -> GroupState:
-        """The group, which may finish, be dropped or be taken only while it is admitted and has not left."""
+        """The group of an event; raise unless it was admitted and neither dropped nor taken yet."""
         if not 0 <= id < len(self.groups):
             _contradiction(event, f"group {id} is {event.kind} but was never admitted")
         group = self.groups[id]
@@ -381,7 +381,7 @@ _NOT_LISTED = {events.Admitted, events.Finished, events.Taken, events.Phase}
 
 
 def fold(log: Iterable[Event]) -> Run:
-    """The run that these events tell of."""
+    """Fold events into a run."""
     run = Run()
     with without_collection():
         for event in log:
@@ -391,7 +391,7 @@ def fold(log: Iterable[Event]) -> Run:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Events become millions of small objects without cycles: looking for garbage would take half of the time."""
+    """Disable garbage collection: millions of small objects without cycles would make it half of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
-"""The record: finished groups as binary shards for resume and replay, and as JSONL for interchange.
+"""The record: finished groups in binary shards for resume and replay, and as JSONL for interchange.
 
-A shard is a row of entries, each a length and that many codec bytes. Shards are only ever appended to, by the process
-that made them; a later process starts a new one, so bytes that a crash left unnamed lie there and are never read.
+A shard is a sequence of entries, each a length and that many codec bytes. Only the process that created a shard appends
+to it; a later process starts a new one, so bytes that a crash left without an event are never read.
 
 Invariants that live here:
  14. Crash safety: a finished group's bytes are fsynced before the event that names them is written.
@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 
 from headway import codec
-from headway.codec import noun
+from headway.codec import message
 from headway.errors import CAUSE, ConfigError, HeadwayError, translated
 from headway.files import fsync_directory, write_all
 from headway.record.events import FailedTrajectory, Finished, Place
@@ -40,9 +40,9 @@ _LENGTH = struct.Struct("<Q")
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
-@noun
+@message
 class ShardRef:
-    """Where one group lies: its entry starts at `offset`; `num_bytes` and `checksum` are of its codec bytes."""
+    """Position of one entry: it starts at `offset`; `num_bytes` and `checksum` are of its codec bytes."""
 
     shard: str
     offset: int
@@ -59,7 +59,7 @@ class _Shard:
 
 
 class Record:
-    """The shards of one run. `append` says at once where a group will lie; `fsync` writes it there and makes it last.
+    """The shards of one run. `append` returns a group's position at once; `fsync` writes it there durably.
 
     One thread appends; another may fsync. Call `fsync` before naming a group anywhere that outlives the process.
     """
@@ -106,19 +106,19 @@ class Record:
                 shard.named = True
 
     def load(self, ref: ShardRef) -> Group:
-        """The group at `ref`, after `fsync`; damage is refused, never returned."""
+        """Read the group at `ref`, after `fsync`; damaged bytes raise."""
         group = self._load(ref)
         assert isinstance(group, Group)
         return group
 
     def load_tokens(self, place: Place) -> TrainedTokens:
-        """What a training step's loss saw of each token."""
+        """Read the per-token values of a training step."""
         tokens = self._load(place)
         assert isinstance(tokens, TrainedTokens)
         return tokens
 
     def load_batch(self, place: Place) -> Batch:
-        """The groups of an evaluation."""
+        """Read the groups of an evaluation."""
         batch = self._load(place)
         assert isinstance(batch, Batch)
         return batch
@@ -140,7 +140,7 @@ class Record:
         return codec.decode(data)
 
     def close(self) -> None:
-        """Let go of the files; what was not fsynced is not kept."""
+        """Close the files; entries without an `fsync` are lost."""
         shards = {shard for shard, _ in self._pending} | ({self._shard} if self._shard else set())
         self._pending.clear()
         self._shard = None
@@ -192,7 +192,7 @@ class RunLog(EventLog):
         )
 
     def place(self, entry: TrainedTokens | Batch) -> Place:
-        """Record what a training step saw, or what an evaluation gave, for an event to name."""
+        """Append a training step's tokens or an evaluation's groups; returns the position for an event."""
         ref = self.record.append(entry)
         return Place(ref.shard, ref.offset, ref.num_bytes, ref.checksum)
 
@@ -248,7 +248,7 @@ def _to_line(group: Group) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A noun as dictionaries and lists. A float32 becomes the double equal to it, so it comes back the same."""
+    """A message as dictionaries and lists. A float32 becomes the equal double, so it is read back exactly."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if dataclasses.is_dataclass(value):
@@ -275,7 +275,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _build(hint: Any, plain: Any, where: str, field: str) -> Any:
-    """The value of type `hint` that `_plain` made `plain` of; `field` is its path inside the line."""
+    """The inverse of `_plain`: a value of type `hint`; `field` is its path inside the line."""
     if hint in (Ints, Floats):
         return _build_array(np.int32 if hint == Ints else np.float32, plain, where, field)
     if typing.get_origin(hint) is tuple:

@@ -1,4 +1,4 @@
-"""What one training step trained on."""
+"""One training step of the log, with the sums over its groups."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from headway.types import StopReason
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A training step: its event, and what its groups add up to."""
+    """A training step: its event, and counts over its groups."""
 
     event: Trained
     num_groups: int

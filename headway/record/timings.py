@@ -1,4 +1,4 @@
-"""Where time went: start-up by phase, checkpoints, and training steps that took far longer than those before them."""
+"""Durations of start-up phases, and training steps that took far longer than those before them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The fate of every generated token."""
+"""Accounts for every generated token: trained, waiting, in flight, dropped or lost."""
 
 from collections import Counter
 
@@ -73,7 +73,7 @@ class TokenAccount:
         self.lost_engines = False
 
     def finish(self) -> None:
-        """The run has finished: what is in no group is not being generated any more."""
+        """The run has finished: tokens in no group are lost."""
         self._lose(self.in_flight)
 
     def _lose(self, tokens: int) -> None:

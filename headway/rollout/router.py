@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from headway.codec import noun
+from headway.codec import message
 from headway.engine.protocol import Engine
 from headway.errors import DeadlineExceeded
 from headway.runtime.semaphore import PrioritySemaphore
@@ -20,7 +20,7 @@ _MAX_NONFINITE_GROUPS = 3
 and no longer the requests'."""
 
 
-@noun
+@message
 class EngineFault:
     """An engine that a rollout worker no longer uses, and why: EngineFault("engine-1", 0, "engine-1 exited ...")."""
 
@@ -29,7 +29,7 @@ class EngineFault:
     reason: str
 
 
-@noun
+@message
 class Retry:
     """A request that continued on another engine: tokens carried over, seconds without an engine."""
 
@@ -38,7 +38,7 @@ class Retry:
     seconds: float
 
 
-@noun
+@message
 class Waiting:
     """Trajectories of this worker that wait for the same thing ("verifier", "workflow", "engine-0"), oldest first."""
 
@@ -47,7 +47,7 @@ class Waiting:
     seconds: float  # of the one that has waited longest
 
 
-@noun
+@message
 class RolloutStats:
     """What a rollout worker observed; `retries` since the previous statistics."""
 

@@ -67,7 +67,7 @@ class Service:
 
 
 def _construct(cls: Any, threads: int, args: bytes) -> Any:
-    # After the class's module is imported: only then are the nouns among its arguments registered.
+    # After the class's module is imported: only then are the message classes of its arguments registered.
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(threads)
     return cls(*codec.decode(args))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.algorithm import AlgorithmSection
-from headway.codec import noun
+from headway.codec import message
 from headway.errors import RunFailed
 from headway.model.device import CPU, to_device
 from headway.trained_tokens import TrainedTokens
@@ -31,7 +31,7 @@ _BLANK = Sample(np.zeros(2, np.int32), np.zeros(0, np.int64), _NOTHING, np.zeros
 """A sample in which nothing is trained. Two tokens, because compiled blocks specialise on a length of one."""
 
 
-@noun
+@message
 class MemoryFit:
     """How passes fit into memory: micro-batch size and activation checkpointing. The gradient does not depend on it."""
 

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from headway.codec import noun
+from headway.codec import message
 from headway.errors import CAUSE, ConfigError, HeadwayError, SaveFailed, translated
 from headway.files import fsync_directory
 from headway.weights.fingerprints import fingerprints
@@ -44,7 +44,7 @@ class Checkpoint:
     shapes: dict[str, tuple[int, ...]]
 
 
-@noun
+@message
 class CheckpointPart:
     """One file of a slot: dtype, shape, checksum and place of each tensor in it."""
 

@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from headway.codec import noun
+from headway.codec import message
 from headway.errors import DeadlineExceeded
 
 LOOPBACK = "127.0.0.1"
 _RENDEZVOUS_S = 300.0  # covers the imports of a rank's process
 
 
-@noun
+@message
 class RankSpec:
     """What a rank needs to join the others: its number, all names, the store's address, and the deadline of waits."""
 

@@ -1,7 +1,7 @@
-"""Weights handed over on the GPU: published into memory that other processes of this machine can map, with checksums.
+"""Publishes weights in GPU memory that other processes of this machine map by CUDA IPC, with checksums.
 
-The bytes never leave the device. A publisher copies an update into one of two buffers of its own; a receiver maps the
-buffer (CUDA IPC; within one process it is simply found) and copies from there next to its live weights.
+The bytes never leave the device. The publisher copies an update into one of its two buffers; a receiver maps the
+buffer (within one process it uses it directly) and copies from there into its shadow weights.
 
 Invariant that lives here:
  11. Verified weight sync at every load by fingerprint: a checksum of each tensor's bytes, taken where they were
@@ -37,7 +37,7 @@ def _checksum_kernel(data_ptr, num_elements, sum_ptr, BLOCK: tl.constexpr):
 
 
 def fingerprints_on_device(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """A checksum over each tensor's bytes; the host waits once, for all of them."""
+    """Checksums of the tensors' bytes, with one host synchronisation for all of them."""
     distinct = {tensor.data_ptr(): tensor for tensor in tensors.values()}
     place = {pointer: number for number, pointer in enumerate(distinct)}
     device = next(iter(tensors.values())).device
@@ -52,7 +52,7 @@ def fingerprints_on_device(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _as_words(tensor: Tensor) -> Tensor:
-    """The bytes as the widest integers that divide them."""
+    """The bytes as the widest integers that fit."""
     flat = tensor.detach().contiguous().view(-1)
     num_bytes = flat.numel() * flat.element_size()
     words = torch.int32 if num_bytes % 4 == 0 else torch.int16 if num_bytes % 2 == 0 else torch.uint8
@@ -62,7 +62,7 @@ def _as_words(tensor: Tensor) -> Tensor:
 
 
 class DevicePublisher:
-    """The sending side, with two buffers by turns, so that an update stays readable until the one after the next."""
+    """The sending side. Two buffers alternate, so that an update stays readable until the one after the next."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -43,7 +43,7 @@ class WeightFiles:
         self._retained: list[int] = []
 
     def write(self, version: int, tensors: Sequence[TensorInfo], memory: memoryview) -> WeightPlace:
-        """Write what lies in the memory as the tensors say; versions before the last are removed. Raises OSError."""
+        """Write the tensors that lie in the memory; remove versions before the last two. Raises OSError."""
         path = self._path(version)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         unfinished = path.with_name(path.name + ".unfinished")
@@ -109,7 +109,7 @@ def fetch(update: WeightUpdate, place: WeightPlace, spans: Sequence[Span], memor
 
 
 def _find(update: WeightUpdate, place: WeightPlace, file: int) -> dict[str, int]:
-    """Where each tensor of the update begins in the file, which says of itself what it holds."""
+    """The byte at which each tensor of the update starts in the file, after checking the file's header."""
     with translated(
         (ValueError, TypeError, KeyError, AttributeError),
         partial(_damaged, update, place),
@@ -134,7 +134,7 @@ def _described(entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int
 
 
 def read_into(piece: memoryview, file: int, start: int) -> bool:
-    """Fill the memory from there on, with the interpreter's lock released; False where the file ends before."""
+    """Fill the memory from byte `start` on, with the GIL released; False if the file ends before."""
     while len(piece):
         num_read = os.preadv(file, [piece], start)
         if num_read == 0:

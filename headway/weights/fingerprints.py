@@ -24,7 +24,7 @@ def digest(fingerprints: Mapping[str, str]) -> str:
 
 
 def fingerprints(tensors: Mapping[str, Tensor], on_device: bool = False) -> dict[str, str]:
-    """Of each tensor its checksum: of the bytes on the host, or another that a GPU computes where they lie."""
+    """Each tensor's checksum: xxh3 of the bytes on the host, or another one that the GPU computes."""
     if on_device:
         from headway.weights.cuda import fingerprints_on_device
 
@@ -37,13 +37,13 @@ def fingerprints(tensors: Mapping[str, Tensor], on_device: bool = False) -> dict
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's numbers as they lie in memory, on the host."""
+    """The tensor's raw bytes in host memory."""
     array: NDArray[np.uint8] = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return array.data
 
 
 @cache
 def this_host() -> str:
-    """What processes have in common that can map each other's memory by path: a running kernel, and its numbering."""
+    """Identifies processes that can map each other's memory by path: same boot, same PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"

@@ -1,4 +1,4 @@
-"""Buffers on a GPU that other processes of the machine map by CUDA IPC; within one process they are simply found."""
+"""Shares GPU buffers with other processes of the machine by CUDA IPC, and finds them within one process."""
 
 import json
 import os
@@ -18,7 +18,7 @@ _mapped: dict[str, Tensor] = {}
 
 
 def share(buffer: Tensor) -> str:
-    """Make a buffer mappable; returns what another process needs to map it, as text."""
+    """Export a buffer; returns its IPC handle as text."""
     parts = buffer.untyped_storage()._share_cuda_()
     shown = [part.hex() if isinstance(part, bytes) else part for part in parts]
     location = json.dumps({"process": os.getpid(), "offset": buffer.storage_offset(), "storage": shown})

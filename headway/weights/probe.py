@@ -1,8 +1,8 @@
-"""Proof by score: that an engine which repacks weights runs those that were published.
+"""Verifies by scores of a fixed probe that an engine runs the published weights.
 
-Such an engine has no bytes to take checksums of. It is asked for the log-probs of a fixed probe instead, and so is the
-trainer. What engine and trainer differ by under the same weights is arithmetic; what two versions differ by is
-training. Mean absolute differences, not largest: one unlikely token in 16 bits may be off by half a nat.
+An engine that repacks weights has no bytes to take checksums of; it scores the probe instead, and so does the trainer.
+Under the same weights the two differ by arithmetic, two versions differ by training. Mean absolute differences are
+compared, not the largest: one unlikely token in 16 bits may be off by half a nat.
 """
 
 import numpy as np
@@ -29,7 +29,7 @@ def distance(one: tuple[Floats, ...], other: tuple[Floats, ...]) -> float:
 
 
 def check_finite(reference: Scores, dtype: str) -> None:
-    """Raise if the trainer's own scores of the probe are not finite: no engine can serve such a model."""
+    """Raise if the trainer's own scores of the probe are not finite."""
     if not all(np.isfinite(logprobs).all() for logprobs in reference.logprobs):
         cause = (
             "training diverged; lower trainer.lr" if reference.version else "its numbers overflow; use another model"
@@ -51,7 +51,7 @@ def check_parity(engine: str, scores: Scores, reference: Scores, dtype: str) -> 
 
 
 class ScoreProof:
-    """What one engine proved before, and whether the next load is one."""
+    """Verifies one engine's loads by score, each against the one before."""
 
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype

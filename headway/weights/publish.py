@@ -1,4 +1,4 @@
-"""The trainer's side: publishes named tensors under a version into one of two shared-memory buffers.
+"""The trainer's side: publishes named tensors under a version in one of two shared-memory buffers.
 
 Tied tensors lie in the buffer once and are named twice. An update says where its bytes can be had, best first. Between
 GPUs of one machine the bytes need not pass through the host: cuda.py has that publisher.
@@ -53,10 +53,10 @@ class _SharedBuffer:
 
 
 class Publisher:
-    """The sending side: two buffers by turns, so that an update stays readable until the one after the next.
+    """The sending side. Two buffers alternate, so that an update stays readable until the one after the next.
 
-    Other processes map them, other machines are sent them by a server, or they are written to files, as `transports`
-    says, in the order a receiver should try; `part` tells several publishers apart that share a directory.
+    `transports` lists how receivers may fetch, in the order to try: `shared_memory` maps a buffer, `stream` serves it
+    over TCP, `disk` writes it to a file. `part` distinguishes publishers that share a directory.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Publisher:
         self._files = WeightFiles(Path(directory), part) if "disk" in transports else None
 
     def publish(self, version: int, tensors: Mapping[str, Tensor], base: str = "") -> WeightUpdate:
-        """Write the tensors, in the type they are given, and say where they lie; with a `base`, as its adapter."""
+        """Write the tensors and return the update that describes them; with a `base`, an adapter of that base."""
         if version < self.version:
             raise InvariantBroken(f"version {version} cannot follow version {self.version}: versions never go back")
         placed: dict[int, int] = {}
@@ -98,7 +98,7 @@ class Publisher:
         return self._describe(buffer, tuple(infos), base)
 
     def _claim(self, version: int, num_bytes: int) -> _SharedBuffer:
-        """The buffer whose turn it is, from now on in nobody's hands but the writer's."""
+        """The buffer for this version, no longer served to receivers while it is written."""
         with self._lock:
             self.version = version
             while len(self._buffers) < 2:
@@ -142,7 +142,7 @@ class Publisher:
             return {}
 
     def memory_of(self, version: int) -> memoryview | None:
-        """That version's bytes where they lie; None when they are gone or not yet there."""
+        """The buffer that holds a version; None if it was overwritten or is being written."""
         with self._lock:
             return next((bytes_of(buffer.bytes) for buffer in self._buffers if buffer.version == version), None)
 
@@ -156,7 +156,7 @@ class Publisher:
 
 
 def open_publisher(device: torch.device, section: WeightsSection, part: str) -> "Publisher | DevicePublisher":
-    """The publisher of the section's transports; "cuda" goes from GPU to GPU of this machine."""
+    """The publisher for the section's transports; "cuda" is CUDA IPC between GPUs of this machine."""
     if section.transport != "cuda":
         return Publisher(section.transports, section.address, section.dir, part)
     from headway.weights.cuda import DevicePublisher
@@ -165,7 +165,7 @@ def open_publisher(device: torch.device, section: WeightsSection, part: str) -> 
 
 
 def as_part(update: WeightUpdate, rows: Mapping[str, tuple[range, int]]) -> WeightUpdate:
-    """One rank's update as part of the whole, given which rows it has of each tensor and how many there are."""
+    """One rank's update as a part of the whole; `rows` has its rows of each tensor, and the tensor's number of rows."""
     pieces = []
     for info in update.tensors:
         mine, num_rows = rows[info.name]
@@ -174,7 +174,7 @@ def as_part(update: WeightUpdate, rows: Mapping[str, tuple[range, int]]) -> Weig
 
 
 def joined(parts: Sequence[WeightUpdate]) -> WeightUpdate:
-    """The update that the ranks published together."""
+    """Join the ranks' updates into one."""
     whole = digest({str(rank): part.digest for rank, part in enumerate(parts)})
     return WeightUpdate(
         parts[0].version, parts[0].kind, "parts", "", (), tuple(parts), base=parts[0].base, digest=whole

@@ -21,7 +21,7 @@ _BUCKET_BYTES = 2**22
 
 
 def open_update(update: WeightUpdate) -> dict[str, Tensor]:
-    """The update's tensors: views of where they were published, if this process can map it, else a copy of its own."""
+    """The update's tensors: views of the publisher's memory if this process can map it, otherwise a copy."""
     for place in update.places:
         if place.transport in ("shared_memory", "cuda"):
             with suppress(WeightsUnreachable):  # the copy is tried next, and says why there is none
@@ -32,7 +32,7 @@ def open_update(update: WeightUpdate) -> dict[str, Tensor]:
 
 
 def open_whole(update: WeightUpdate) -> dict[str, Tensor]:
-    """The update's tensors, whole and proved, whichever ranks published their rows."""
+    """The update's tensors, verified, with the rows of all ranks joined."""
     ipc.release_other_publishers(update)
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     for part in update.parts or (update,):
@@ -82,8 +82,7 @@ def _receive_from(
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
-    """Memory for the bytes of the tensors, a bucket at a time; what was written there lies in the tensor as soon as the
-    next is asked for."""
+    """Yield memory for the tensors' bytes, a bucket at a time; asking for the next completes the tensor before."""
     for tensor in tensors:
         direct = tensor.device.type == "cpu" and tensor.is_contiguous()
         landed = tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -112,7 +111,7 @@ def _open_memory(place: WeightPlace) -> Iterator[int]:
 def _fetch_memory(
     update: WeightUpdate, place: WeightPlace, spans: Sequence[Span], memory: Iterator[memoryview]
 ) -> None:
-    """Read rather than mapped: the first touch of each mapped page would cost more than its copy."""
+    """Read, do not map: the first touch of each mapped page would cost more than its copy."""
     with _open_memory(place) as file:
         for (info, start, _), piece in zip(spans, memory, strict=True):
             if not files.read_into(piece, file, info.offset + start):
@@ -120,7 +119,7 @@ def _fetch_memory(
 
 
 def _map_memory(update: WeightUpdate, place: WeightPlace) -> dict[str, Tensor]:
-    """Views of the publisher's memory, copy-on-write: nobody can change it."""
+    """Copy-on-write views of the publisher's memory."""
     with _open_memory(place) as file:
         memory = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
     whole = np.frombuffer(memory, dtype=np.uint8)

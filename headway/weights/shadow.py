@@ -1,4 +1,4 @@
-"""A second set of tensors next to a module's live ones: staged, verified, exchanged between two decode steps.
+"""Shadow weights: a second set of tensors that is received and verified, then swapped with a module's live ones.
 
 Invariant that lives here:
  11. Verified weight sync at every load by fingerprint: each tensor's checksum is taken over its bytes as published,
@@ -62,7 +62,7 @@ class ShadowWeights:
         self._base, self._base_digest = {}, {}
 
     def _stage_factors(self, update: WeightUpdate, names: list[str], on_device: bool) -> None:
-        """Merge a low-rank adapter into its base, which the live weights were when the first one came."""
+        """Merge a low-rank adapter into its base: the weights that were live when the first adapter came."""
         if on_device not in self._base_digest and not self._base:
             self._base_digest[on_device] = digest(fingerprints(self._live, on_device))
         if (ours := self._base_digest.get(on_device)) != update.base:
@@ -84,7 +84,7 @@ class ShadowWeights:
         self.staged_version = update.version
 
     def _into(self, part: WeightUpdate) -> dict[str, Tensor]:
-        """Where the tensors of a part, or pieces of them, belong in the shadow set; tied ones are one tensor."""
+        """The tensors, or rows, of the shadow set that a part is received into; tied ones are one tensor."""
         placed: dict[tuple[int, int], Tensor] = {}
         for info in part.tensors:
             parameter = self._live[info.name]
@@ -96,7 +96,7 @@ class ShadowWeights:
         return {info.name: placed[id(self._live[info.name]), info.first_row] for info in part.tensors}
 
     def _check_kinds(self, update: WeightUpdate) -> None:
-        """That names, types and shapes are those of the live set, and that no row is missing or comes twice."""
+        """Raise unless names, types and shapes match the live set, and every row comes exactly once."""
         published: dict[str, list[TensorInfo]] = {}
         for info in update.pieces:
             published.setdefault(info.name, []).append(info)
@@ -118,7 +118,7 @@ class ShadowWeights:
                 raise WeightMismatch(f"version {update.version}: the pieces of {name} do not make a whole")
 
     def _untouched(self, update: WeightUpdate, on_device: bool) -> dict[str, str]:
-        """The fingerprints of what an adapter leaves as it is, which has to be the base it was made for."""
+        """Fingerprints of the tensors that an adapter does not change; raise unless they are its base."""
         named = {id(self._live[info.name]): info.name for info in update.pieces}
         kept = {name: tensor for name, tensor in self._live.items() if name not in named.values()}
         tied = [name for name, tensor in kept.items() if id(tensor) in named]
@@ -135,11 +135,11 @@ class ShadowWeights:
         return untouched
 
     def staged(self, parameter: Tensor) -> Tensor:
-        """What a parameter will be after the swap: itself, where no update to it is staged."""
+        """The tensor that a parameter will have after the swap; itself if no update to it is staged."""
         return self._staged.get(id(parameter), parameter)
 
     def swap(self) -> dict[str, str]:
-        """Exchange live and shadow tensors; the fingerprints of all that is now live."""
+        """Exchange live and shadow tensors; returns the fingerprints of the new live set."""
         if self.staged_version is None:
             raise InvariantBroken("a swap needs staged weights, and none are staged")
         parameters = {id(parameter): parameter for parameter in self._live.values() if id(parameter) in self._staged}
@@ -154,7 +154,7 @@ class ShadowWeights:
 
 
 def _make_a_whole(pieces: Sequence[TensorInfo]) -> bool:
-    """Whether every row of a tensor is in one of its pieces, and in one only."""
+    """Whether every row of a tensor is in exactly one of its pieces."""
     if len(pieces) == 1 and pieces[0].num_rows is None:
         return True
     end = 0

@@ -1,9 +1,9 @@
 """Weights over TCP, for engines on other machines: the trainer's process serves its buffers, and each engine fetches.
 
-Both sides first prove that they know the token, without saying it. The engine then asks for ranges of a version's
-buffer, a bucket at a time and a few ahead; the server sends them straight out of the buffer, and the engine receives
-them where they will be swapped in, neither holding the interpreter's lock meanwhile. A connection that breaks
-is made anew, a bounded number of times, and goes on with the bucket it was in. The bytes are not encrypted.
+Both sides first prove by HMAC that they know the token. The engine then requests ranges of a version's buffer, a bucket
+at a time and a few ahead; the server sends them out of the buffer, and the engine receives them into its shadow
+weights, both with the GIL released. A broken connection is reopened a bounded number of times and continues with the
+bucket it was in. The bytes are not encrypted.
 
 Invariants that live here:
  11. Verified weight sync at every load: each answer says whether the buffer still holds the version, the last one
@@ -53,12 +53,12 @@ _CLOSE_S = 5.0
 
 
 class Source(Protocol):
-    """The publisher: its newest version, and the bytes of those it still holds."""
+    """Interface of the publisher: its newest version, and the bytes of the versions it still holds."""
 
     version: int
 
     def memory_of(self, version: int) -> memoryview | None:
-        """The bytes of that version where they lie; None when they are gone."""
+        """The buffer of a version; None if it was overwritten."""
         ...
 
 
@@ -66,8 +66,8 @@ class Source(Protocol):
 
 
 def _set_deadline(peer: socket.socket, seconds: float) -> None:
-    """The kernel's own deadline on each call. With Python's, the socket would not block, and a call would move what
-    happens to be there instead of a whole bucket."""
+    """Set the kernel's deadline on each call. With Python's timeout the socket would not block, and a call would move
+    the bytes that happen to be there instead of a whole bucket."""
     peer.settimeout(None)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     interval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
@@ -102,7 +102,7 @@ def _proof(token: bytes, role: bytes, challenges: bytes) -> bytes:
 
 
 class WeightServer:
-    """Serves a source's versions to clients that prove the token; a thread for each client."""
+    """Serves a source's versions to clients that prove the token, in one thread per client."""
 
     def __init__(self, address: str, source: Source) -> None:
         address = own_address() if address == OWN else address
@@ -127,7 +127,7 @@ class WeightServer:
         self._acceptor.start()
 
     def close(self) -> None:
-        """End all transfers; what a client was reading is then gone."""
+        """Close the listener and all connections."""
         with self._lock:
             self._closed = True
             threads = [self._acceptor, *self._clients]
@@ -178,7 +178,7 @@ class WeightServer:
         return trusted
 
     def _answer(self, client: socket.socket) -> bool:
-        """One request; False when there can be no further one."""
+        """Answer one request; False closes the connection."""
         version, start, num_bytes = _REQUEST.unpack(_receive_bytes(client, _REQUEST.size, ANSWER_S))
         memory = self._source.memory_of(version)
         if memory is None:
@@ -200,7 +200,7 @@ def is_loopback(address: str) -> bool:
 
 
 def own_address() -> str:
-    """The address by which other machines reach this one: that of its route to elsewhere. Nothing is sent."""
+    """This machine's address on its default route, by which other machines reach it. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect(("192.0.2.1", 9))  # an address reserved for documents
         return str(probe.getsockname()[0])
@@ -211,7 +211,7 @@ def own_address() -> str:
 
 
 class _Fetch:
-    """What one engine has received of an update, across connections."""
+    """Progress of one engine's fetch of an update, across connections."""
 
     def __init__(self, update: WeightUpdate, spans: Sequence[Span], memory: Iterator[memoryview]) -> None:
         self._update, self._spans, self._memory = update, spans, memory
@@ -219,7 +219,7 @@ class _Fetch:
         self._next = next(memory, memoryview(b""))
 
     def go_on(self, server: socket.socket) -> None:
-        """Receive what is missing; then see that the buffer has held this version all the while."""
+        """Receive the missing spans; then check that the buffer still holds this version."""
         num_asked = self._num_done
         while self._num_done < len(self._spans):
             ahead = self._spans[num_asked : self._num_done + _AHEAD]
@@ -259,7 +259,7 @@ def fetch(update: WeightUpdate, place: WeightPlace, spans: Sequence[Span], memor
 
 
 def _connect(location: str, token: bytes) -> socket.socket:
-    """A connection on which both sides have proved the token."""
+    """Connect and authenticate in both directions."""
     host, _, port = location.rpartition(":")
     with translated(TimeoutError, WeightsUnreachable, f"{location} could not be connected to within {CONNECT_S:g} s"):
         server = socket.create_connection((host, int(port)), CONNECT_S)

@@ -184,9 +184,9 @@ def test_a_bug_crosses_two_processes_with_its_origin_and_its_trace(tmp_path: Pat
         assert any("in break_down" in note for note in caught.value.__notes__)
         with pytest.raises(RequestRefused, match=r"^the request is too long"):
             await caller.relay("refuse")
-        with pytest.raises(RemoteError, match="object cannot travel"):
+        with pytest.raises(RemoteError, match="object cannot be sent"):
             await probe.give_unknown()
-        with pytest.raises(TypeError, match="object cannot travel"):
+        with pytest.raises(TypeError, match="object cannot be sent"):
             await probe.echo(object())
         assert await probe.echo(1) == 1
 

@@ -148,7 +148,7 @@ def _write_rows(host: dict[str, NDArray[np.generic]], sequences: Sequence[Runnin
 
 
 def _by_prompt(ready: Sequence[RunningSequence]) -> tuple[list[int], list[tuple[int, int, int]]]:
-    """Rows with the same prompt pages side by side, and of each such group (first row, count, shared tokens)."""
+    """An order with rows of the same prompt adjacent, and (first row, count, shared tokens) of each such group."""
     holders: dict[int, list[int]] = {}
     for index, sequence in enumerate(ready):
         # Whole pages of the prompt are shared or not as one; without any, the row shares nothing.

@@ -1,4 +1,4 @@
-"""How a decode step's attention is cut into equal pieces of work, on the device, from the rows' actual lengths.
+"""Splits a decode step's attention into items of equal work, on the device, from the rows' actual lengths.
 
 Lengths are long-tailed and change with every step, while a CUDA graph's grid is fixed. So the grid has a fixed number
 of items, and one small kernel hands them out: item after item to row after row, long rows getting several. Nothing
@@ -55,7 +55,7 @@ class DecodePlan:
 
 @cache
 def num_sms(device: torch.device) -> int:
-    """What a grid should fill; few on a CPU, where Triton's interpreter runs one program after the other."""
+    """Streaming multiprocessors of a GPU; few on a CPU, where Triton's interpreter runs programs one by one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 

@@ -1,4 +1,4 @@
-"""The decoder as the engine runs it: the model's own weights, in fewer and larger operations than its module takes.
+"""The engine's forward pass: the weights of the transformers module, in fewer and larger operations.
 
 A decode step multiplies a handful of rows by every matrix of the model, so what surrounds the products weighs as much
 as they do. Here queries, keys and values are one product, gate and up another; what lies between products is a set of
@@ -85,7 +85,7 @@ class Layer:
 
 
 class Operations(Protocol):
-    """What a layer does between its products."""
+    """The operations of a layer between its matrix products."""
 
     def add_norm(self, residual_TC: Tensor, delta_TC: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
         """The residual stream with `delta`, if any, added, possibly in place, and that normalised."""
@@ -141,7 +141,7 @@ class Decoder:
         return normed_TC
 
     def _rotations(self, like: Tensor, positions_T: Tensor) -> dict[str, Rotation]:
-        """By the names layers have for them: one without a name, or one for each kind of layer."""
+        """Rotary embeddings by layer kind; most families have one kind, with an empty name."""
         rotations = {}
         for name in {layer.rotary for layer in self._layers}:
             cos, sin = self._rotary(like, positions_T[None], *([name] if name else []))

@@ -1,4 +1,4 @@
-"""The weights the engine runs, the staged set, and the exchange of the two.
+"""The engine's live weights, the staged set, and their exchange.
 
 Matrices that meet the same input are laid side by side. On a CPU with oneDNN, wide ones are kept in that library's own
 layout: a decode step's products are 1.2 to 2 times as fast, the head's the most. Both copies are made while staging,
@@ -69,7 +69,7 @@ class Matrix:
         return _product(inputs, weight, bias) if packed else F.linear(inputs, weight, bias)
 
     def stage(self, staged: Callable[[Tensor], Tensor]) -> None:
-        """Prepare what the layers will be, given by what each of their parameters will be."""
+        """Prepare the staged product; `staged` maps a parameter to its staged tensor."""
         changes = any(staged(parameter) is not parameter for parameter in [*self._parameters, *self._biases])
         self._staged = self._prepared(staged) if changes else self._live
 
@@ -139,7 +139,7 @@ class LiveWeights:
             self._staging.release()
 
     def swap(self) -> dict[str, str]:
-        """Make the staged set live; its fingerprints."""
+        """Make the staged set live; returns its fingerprints."""
         fingerprints = self._shadow.swap()
         for product in self._products:
             product.swap()

@@ -1,4 +1,4 @@
-"""Key/value memory of the embedded engine on a GPU: pages of 16 tokens, shared between the sequences of a group.
+"""Paged KV cache of the embedded engine on a GPU: pages of 16 tokens, shared between the sequences of a group.
 
 A sequence is a list of pages. Forking a prompt shares its whole pages and copies the one that is partly filled, since
 the two sequences go on in it differently. A page returns to the pool when its last holder releases it. All

@@ -19,7 +19,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def request_counter(request: Request) -> np.uint64:
-    """Where the request's stream of random numbers starts."""
+    """The start of the request's random stream: a hash of its seed and key."""
     key = request.key
     name = f"{request.seed}/{key.stream}/{key.group}/{key.trajectory}/{key.call}"
     return np.uint64(xxhash.xxh3_64_intdigest(name.encode()))

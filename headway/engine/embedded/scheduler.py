@@ -46,7 +46,7 @@ from headway.types import (
 )
 
 Output = tuple[str, Chunk | Completion | HeadwayError]
-"""A request's name, and what its caller gets next; an error ends that request alone."""
+"""A request's name, and the next item of its stream; an error ends that request alone."""
 
 _SHORT_INTERVAL = 8
 """Steps between two chunks of prompts: running sequences go on, and a batch still fills up fast."""
@@ -140,7 +140,7 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """Admit, prefill, decode; the requests' outputs."""
+        """Admit, prefill, fork and decode once; returns the requests' outputs."""
         started = time.perf_counter()
         self._admit()
         self._prefill()
@@ -211,7 +211,7 @@ class EngineCore:
         return victim is not None
 
     def _preempt(self, sequence: RunningSequence) -> None:
-        """Take the sequence's memory; it waits at the front with all its tokens."""
+        """Free the sequence's memory and put it, with its tokens, at the front of the queue."""
         self._running.remove(sequence)
         self._num_preempted += 1
         self._num_recomputed += sequence.num_cached
@@ -293,7 +293,7 @@ class EngineCore:
             self._outbox.append((sequence.name, sequence.take_chunk()))
 
     def _fail(self, sequence: RunningSequence) -> None:
-        """The model's logits are not finite: only this request ends, with an error."""
+        """End one request with an error because its logits are not finite."""
         problem = f"the logits after its {sequence.num_tokens} tokens are not finite under version {self.version}"
         sentence = f"request {sequence.name} cannot be generated: {problem}; check the model, or use a wider dtype"
         self._outbox.append((sequence.name, RequestRefused(sentence)))
@@ -318,7 +318,7 @@ class EngineCore:
         self._executor.stage(update)
 
     def drain(self) -> None:
-        """Until the next swap, begin nothing new; sequences in flight, preempted ones too, go on."""
+        """Until the next swap, start no new sequence; those in flight, preempted ones too, continue."""
         self._draining = True
         for queue in (self._urgent, self._waiting):
             begun_first = sorted(queue, key=lambda sequence: sequence.fresh)
@@ -342,7 +342,7 @@ class EngineCore:
         )
 
     def _renew_kv(self, kv: KvPolicy) -> int:
-        """Forget keys and values the new weights may not use: all of them, or only those still being computed."""
+        """Discard the KV cache that the new weights must not use: all of it, or only prompts still being computed."""
         self._prompts.set_version(self.version)
         num_forgotten = 0
         for sequence in list(self._running):

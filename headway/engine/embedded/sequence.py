@@ -1,4 +1,4 @@
-"""What scheduler and executors share: a request being generated, and the contracts of memory and executor."""
+"""Types that the scheduler and the executors share: running sequences, and the KV memory and executor protocols."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from headway.engine.embedded.sampler import request_counter
 from headway.types import Floats, Ints, Request, WeightUpdate
 
 Row = Any
-"""Where one sequence's keys and values lie, as its memory describes it; None while it has no place."""
+"""The place of one sequence's keys and values, of a type that its memory defines; None without one."""
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class CachedPrompt:
 
     @property
     def front(self) -> Row:
-        """The row whose pages others may share, the prompt being complete or not."""
+        """The row whose pages other sequences may share, even while the prompt is computed."""
         return self.rows[0] if self.rows else self.computing
 
 
@@ -71,15 +71,15 @@ class Memory(Protocol):
     def grow(self, row: Row, num_tokens: int) -> bool: ...
 
     def shrink(self, row: Row, num_tokens: int) -> None:
-        """What lies beyond the first `num_tokens` is not needed any more."""
+        """Release the memory beyond the first `num_tokens`."""
         ...
 
     def renew(self, row: Row, source: Row = None, num_shared: int = 0) -> bool:
-        """The row is going to be computed again: as if freed and allocated, at the size it has."""
+        """Prepare to compute the row again: like `free` and `allocate` at the same size."""
         ...
 
     def clear(self, row: Row) -> None:
-        """The row holds NaN, which must not reach the next sequence in its place."""
+        """Erase a row that holds NaN, so that the next sequence in its place cannot read it."""
         ...
 
     def free(self, row: Row) -> None: ...

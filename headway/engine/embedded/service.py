@@ -1,9 +1,8 @@
-"""The embedded engine: the default, in the package, for one machine.
+"""`EmbeddedEngine`, the default engine: the asynchronous service around the scheduler.
 
-It runs the parameters of the transformers module the trainer trains. This file is the service: it takes requests at
-any time, steps the core on the compute thread, and hands each request its own chunks while the next step runs. Between
-two steps is where the core is given new requests, weights are swapped and probes are scored. Weights are received
-concurrently with generation, on a thread of its own.
+It accepts requests at any time, runs the scheduler's steps on the compute thread, and streams chunks to callers while
+the next step runs. Between two steps it submits new requests, swaps weights and scores probes. Weights are received
+concurrently with generation, on another thread.
 """
 
 import asyncio
@@ -57,7 +56,7 @@ class EmbeddedEngine:
         model = load_model(model_path, DTYPES[dtype]).to(device)  # type: ignore[arg-type]  # transformers' own wrapper
         self._core = EngineCore(model, section, context, deterministic, decode_text, kv_share)
         self._streams: dict[str, Inbox] = {}
-        self._arrived: dict[str, Request] = {}  # what the core does not know of yet
+        self._arrived: dict[str, Request] = {}  # not yet submitted to the core
         self._wake = asyncio.Event()
         self._between_steps = asyncio.Lock()
         self._loop: asyncio.Task[None] | None = None
@@ -109,7 +108,7 @@ class EmbeddedEngine:
             stream.set_exception(error or WorkerDied(_NOT_OPEN))
 
     def _check_alive(self) -> None:
-        """If generation broke, its error."""
+        """Raise if the generation loop has ended."""
         if self._loop is None or self._loop.cancelled():
             raise WorkerDied(_NOT_OPEN)
         if self._loop.done():

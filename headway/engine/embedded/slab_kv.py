@@ -1,4 +1,4 @@
-"""Key/value memory of the embedded engine on a CPU: slabs cut into rows of one size class.
+"""KV cache of the embedded engine on a CPU: slabs cut into rows of one size class.
 
 The memory is a fixed number of slabs. A slab in use belongs to one size class and holds rows of equal capacity (64,
 128, 256, … tokens); a sequence lives in one row, contiguous, and moves to the next class when it outgrows its row.
@@ -50,7 +50,7 @@ def _capacities(max_context: int) -> list[int]:
 
 
 def least_tokens(max_context: int) -> int:
-    """The least memory in which a sequence can grow to the whole context."""
+    """The smallest memory in which one sequence can fill the context."""
     return 2 * _capacities(max_context)[-1]
 
 
@@ -131,7 +131,7 @@ class KvMemory:
         return True
 
     def shrink(self, row: Row, num_tokens: int) -> None:
-        """A row has one capacity: nothing is gained."""
+        """A row has a fixed capacity: nothing to release."""
 
     def clear(self, row: Row) -> None:
         self._view_LKSD(row).zero_()
@@ -175,7 +175,7 @@ class _SlabBatch:
     _masks: dict[int, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int) -> Tensor:
-        """What hides keys after a row's query, and those before its window: -inf there, else 0."""
+        """The additive mask: -inf for keys after a row's query or before its window, else 0."""
         if window not in self._masks:
             positions_R1, keys_S = self.positions_R[:, None], torch.arange(self.view_LRKSD.shape[3])
             hidden = keys_S[None, :] > positions_R1
@@ -254,7 +254,7 @@ def _same_slab(one: Row, other: Row) -> bool:
 
 
 def _take_rows(stored_2RKSD: Tensor, rows_R: Tensor) -> Tensor:
-    """The named rows; a run of consecutive ones is a view, not a copy."""
+    """Select rows; consecutive ones are a view, not a copy."""
     first, last = int(rows_R[0]), int(rows_R[-1])
     if last - first + 1 == len(rows_R):
         return stored_2RKSD[:, first : last + 1]

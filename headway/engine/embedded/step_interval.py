@@ -21,13 +21,12 @@ class StepInterval:
         self._num_ended, self._cost = 0, _COST
 
     def ended(self, length: int) -> None:
-        """A sequence of `length` sampled tokens has ended."""
+        """Record the length of a sequence that ended, in sampled tokens."""
         self._num_ended += 1
         self._length += (length - self._length) / min(self._num_ended, _LENGTH_MEMORY)
 
     def decoded(self, wall_s: float, device_s: float, num_steps: int) -> None:
-        """The duration of one interval, and the part of it the device needed; the cost of rows that come and go is
-        the same for every interval."""
+        """Measure the cost of a synchronisation: the part of an interval in which the device was idle."""
         if self._measures and device_s > 0:
             cost = max(0.0, wall_s - device_s) / device_s * num_steps
             self._cost += (min(cost, _MOST_COST) - self._cost) / _COST_MEMORY

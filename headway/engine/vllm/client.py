@@ -1,7 +1,7 @@
-"""One vLLM server over HTTP: every call has a deadline, and what goes wrong is one sentence.
+"""HTTP client of one vLLM server: every call has a deadline, and every failure becomes a one-sentence error.
 
-Invariant that sequences here:
- 15. Bounded waits: a call that is not answered in time, and a stream that brings nothing for as long, fail by name.
+Invariant that lives here:
+ 15. Bounded waits: an unanswered call, and a stream without data, fail at their deadline, by name.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ QUICK_S = 30.0
 
 @dataclass(frozen=True)
 class Facts:
-    """What a server says of itself at start-up."""
+    """A server's version, model and settings, as its own endpoints report them."""
 
     version: str
     model: str
@@ -56,17 +56,17 @@ class Client:
     # Calls
 
     async def get(self, path: str, params: dict[str, str] | None = None) -> tuple[int, str]:
-        """Status and body of what a server has at hand."""
+        """Status and body of a request that a server answers at once."""
         async with self._asked("GET", path, QUICK_S, params=params) as response:
             return response.status, await response.text()
 
     async def post(self, path: str, body: Message | None = None, params: dict[str, str] | None = None) -> Any:
-        """The answer's JSON. An answer of 4xx is a refusal, one of 5xx a failure of the server."""
+        """POST, and return the answer's JSON. 4xx raises RequestRefused, 5xx ServerFailed."""
         async with self._asked("POST", path, self._deadline_s, params=params, json=body) as response:
             return await self._json(path, response)
 
     async def stream(self, path: str, body: Message) -> AsyncGenerator[StreamPart, None]:
-        """The parts of a generation, as they come; the last has a `finish`."""
+        """Yield the parts of a generation as they arrive; the last has a `finish`."""
         async with self._asked("POST", path, self._deadline_s, is_stream=True, json=body) as response:
             if response.status != 200:
                 await self._json(path, response)
@@ -92,7 +92,7 @@ class Client:
     async def _asked(
         self, method: str, path: str, seconds: float, is_stream: bool = False, **kwargs: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A stream may last; then the deadline is for each piece of it."""
+        """Send a request. For a stream the deadline applies to each read instead of the whole."""
         timeout = aiohttp.ClientTimeout(total=None if is_stream else seconds, sock_read=seconds, sock_connect=QUICK_S)
         # The errors of a foreign library become ours here.
         try:
@@ -103,10 +103,10 @@ class Client:
         except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
             raise ServerFailed(f"{path}: {error or type(error).__name__}") from error
 
-    # What it is
+    # Settings of the server
 
     async def facts(self) -> Facts:
-        """What the server says of itself; what it is not, or lacks, is one sentence."""
+        """Query the server's version, model and settings; raise if it is no vLLM server or lacks an endpoint."""
         version = await self._version()
         if (await self.get("/is_paused"))[0] == 404:
             raise ConfigError(
@@ -139,7 +139,7 @@ class Client:
         return version
 
     async def _has_spans(self) -> bool:
-        """Whether it stamps tokens with the version of the weights, and takes that version."""
+        """Whether the server reports weight versions per token, and accepts a version for new weights."""
         # Asked of its own listing: an endpoint that is switched off is there all the same, and refuses every call.
         listed: Message = (await self._ask_json("/openapi.json"))["paths"]
         return {messages.GENERATE, "/update_weight_version"} <= listed.keys()
@@ -162,7 +162,7 @@ class Client:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[Message]:
-    """Server-sent events as JSON, up to `[DONE]`; of any length, which reading line by line would not be."""
+    """Decode server-sent events as JSON up to `[DONE]`. Reading by line would limit an event's length."""
     pending = b""
     async for piece in content.iter_any():
         *events, pending = (pending + piece).split(b"\n\n")
@@ -176,7 +176,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[Message]:
 
 
 async def until_healthy(client: Client, seconds: float, poll_s: float = 0.2) -> None:
-    """Wait for a server that is starting."""
+    """Wait until a server that is starting answers its health check."""
     async with asyncio.timeout(seconds):
         while True:
             with suppress(ServerFailed):  # not listening yet

@@ -1,7 +1,7 @@
-"""The connection to a vLLM server, started here or found at a URL: checked before use, watched until it is closed.
+"""The connection to a vLLM server, our own or one at a URL: checked before use, health-checked until closed.
 
-Invariant that sequences here:
- 11. Verified weight sync at every load: what is served when the engine opens scores a probe as transformers does.
+Invariant that lives here:
+ 11. Verified weight sync at every load: when the engine opens, the server scores a probe as transformers does.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class ServerConnection:
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self, kv_share: float, on_failure: Callable[[HeadwayError], None]) -> None:
-        """Connect and check; from then on `on_failure` is called, once, when the server is lost."""
+        """Connect and check; afterwards `on_failure` is called once if the server dies or fails a health check."""
         async with self.explained():
             await self._connect(kv_share)
             await self._check()
@@ -111,7 +111,7 @@ class ServerConnection:
             self._check_swap(name)
 
     def _check_swap(self, what: str) -> None:
-        """Without spans, what a swap does to running sequences is limited."""
+        """A server without version spans cannot keep KV across a swap: refuse that setting."""
         if self._section.kv_on_swap == "keep":
             raise ConfigError(
                 f"{what} does not say which weights sampled a token, and engine.kv_on_swap = keep needs that; "
@@ -119,7 +119,7 @@ class ServerConnection:
             )
 
     async def _load_served(self) -> None:
-        """A server may hold the weights of another run; one with another vocabulary or other sizes cannot load it."""
+        """Load the model of this run into a server that may still hold another run's weights."""
         with translated(
             ServerFailed,
             ConfigError,
@@ -141,7 +141,7 @@ class ServerConnection:
     # Watching
 
     async def _watch(self, on_failure: Callable[[HeadwayError], None]) -> None:
-        """Waits for the server to end or to fail a health check; produces the error of every request in flight."""
+        """Wait until the server exits or fails a health check; then fail every request in flight."""
         if self._server is not None:
             self.failure = WorkerDied(str(await asyncio.shield(self._server.ended)))
         else:
@@ -165,14 +165,14 @@ class ServerConnection:
 
     @asynccontextmanager
     async def explained(self) -> AsyncIterator[None]:
-        """Calls whose failure is reported as the end of the server, if it was that."""
+        """Report a failed call as the server's exit, with its cause, if the server has exited."""
         try:
             yield
         except ServerFailed as error:
             raise await self.exit_error(error) from error
 
     async def exit_error(self, error: ServerFailed) -> HeadwayError:
-        """The error of a failed call: how the server ended, if it has, else what the call answered."""
+        """The error of a failed call: the server's exit if it has exited, otherwise the answer."""
         if self._server is None:
             return WorkerDied(f"{self.client.name} failed: {error}")
         await asyncio.wait({self._server.ended}, timeout=_EXIT_S)
@@ -184,7 +184,7 @@ class ServerConnection:
     # Calls
 
     async def ask(self, path: str, body: Message | None = None, params: dict[str, str] | None = None) -> Any:
-        """A call that must succeed; its failure is reported as the end of the server, if it was that."""
+        """POST a call that must succeed; if the server has exited, raise that."""
         self.check_alive()
         async with self.explained():
             return await self.client.post(path, body, params)

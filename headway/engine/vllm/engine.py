@@ -1,4 +1,4 @@
-"""The vLLM engine: real servers, spoken to over their own public endpoints; started here, or running elsewhere.
+"""The vLLM engine: drives a vLLM server over its public HTTP endpoints; started here, or running elsewhere.
 
 A request is one or more submissions to the server. What a swap does to those in flight is chosen by what the server
 offers. With spans (`--enable-scale-out`) the server is paused, keeps its requests, and says at their end which weights
@@ -61,7 +61,7 @@ class VllmEngine:
         deadline_s: float,
         kv_share: float = 0.8,
     ):
-        """`url` is a server that runs already, or empty; `kv_share` the part of a GPU a server of our own takes."""
+        """`url` is a running server, or empty; `kv_share` is the share of a GPU that a server of our own takes."""
         self._path, self._section = model_path, section
         self._deadline_s, self._kv_share = deadline_s, kv_share
         self._connection = ServerConnection(model_path, dtype, section, url, logprobs_mode, deadline_s)
@@ -121,7 +121,7 @@ class VllmEngine:
         return decode(self._tokenizer, tokens, special=True)
 
     async def _serve(self, sequence: ServedSequence) -> None:
-        """Submissions until the completion is whole; its caller gets every error."""
+        """Submit until the completion is complete; errors go to the caller of `generate`."""
         try:
             if sequence.stop is None:
                 async with self._slots.slot(sequence.request.urgent):
@@ -177,7 +177,7 @@ class VllmEngine:
                     is_aborted = True
 
     async def _abort_submission(self, sequence: ServedSequence) -> None:
-        """It need not go on, but only the last part of its stream says which weights sampled what."""
+        """Ask the server to abort; keep reading, because only the stream's last part has the version spans."""
         assert sequence.submission is not None
         await self._connection.client.post("/abort_requests", messages.abort_body(sequence.submission.name))
 
@@ -196,7 +196,7 @@ class VllmEngine:
 
     @property
     def _in_flight(self) -> list[ServedSequence]:
-        """Those of which the server has a submission."""
+        """Sequences with a submission at the server."""
         return [
             sequence
             for sequence in self._sequences.values()
@@ -230,7 +230,7 @@ class VllmEngine:
         return report
 
     async def _exchange(self, version: int, kv: KvPolicy) -> SwapReport:
-        """Stop the server, load, let it go on. No submission begins meanwhile."""
+        """Pause the server, load the weights, resume. No submission begins meanwhile."""
         in_flight, started = self._in_flight, time.perf_counter()
         await self._halt(in_flight)
         try:
@@ -256,7 +256,7 @@ class VllmEngine:
         return SwapReport(version, {}, pause_ms, num_interrupted, num_recomputed)
 
     async def _halt(self, in_flight: list[ServedSequence]) -> None:
-        """Return once no step runs: with spans requests are kept, without them they are aborted, to go on later."""
+        """Pause the server: with version spans its requests stay, otherwise they are aborted and submitted again."""
         if self._connection.facts.has_spans:
             for sequence in in_flight:
                 sequence.forget_version()
@@ -272,7 +272,7 @@ class VllmEngine:
 
     @staticmethod
     def _begin_anew(in_flight: list[ServedSequence]) -> int:
-        """Take back submissions that brought nothing yet, to be made again; how many tokens they had to be computed."""
+        """Cancel submissions without a token yet, to submit them again; returns the tokens to be recomputed."""
         fresh = [sequence for sequence in in_flight if not sequence.has_new and sequence.reading is not None]
         for sequence in fresh:
             assert sequence.reading is not None
@@ -288,7 +288,7 @@ class VllmEngine:
                     f"{len(pending)} requests at {self._connection.client.name} did not end within {seconds:g} s"
                 )
 
-    # Looking
+    # Scores and statistics
 
     async def score(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
         if temperature != 1:

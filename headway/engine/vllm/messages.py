@@ -1,4 +1,4 @@
-"""Requests to a vLLM server and its answers, as plain values: no sockets here.
+"""Builds requests to a vLLM server and parses its answers; no I/O.
 
 Two endpoints can generate. `/inference/v1/generate` is token in, token out, and its last chunk says which weights
 sampled which tokens (spans); it exists with `--enable-scale-out`. `/v1/completions` is on every server and knows
@@ -27,7 +27,7 @@ _NAME_PREFIX = "generate-tokens-"  # what the server puts before the name we giv
 
 
 class ServerFailed(Exception):
-    """The server answered with an error of its own, nonsense, or not at all."""
+    """The server answered 5xx, with invalid data, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Span:
 
 @dataclass(frozen=True)
 class StreamPart:
-    """What one chunk of a stream brings. `finish` is the server's word for why it ended, or empty."""
+    """One chunk of a stream. `finish` is the server's finish reason, empty before the end."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -51,7 +51,7 @@ class StreamPart:
 
 @dataclass(frozen=True)
 class Submission:
-    """One call for the rest of a completion: the prompt and what was sampled before, and how to go on."""
+    """One request for the rest of a completion: the prompt with the tokens sampled so far, and the sampling."""
 
     name: str
     tokens: list[int]
@@ -72,7 +72,7 @@ def logprobs_mode(top_k: int, top_p: float) -> str:
 
 
 def check_mode(sampling: Sampling, mode: str, what: str) -> None:
-    """Refuse what the server's log-probs would be wrong for: they must be those before top-k and top-p."""
+    """Refuse sampling for which the server would not report log-probs before top-k and top-p."""
     if mode == RAW and sampling.temperature not in (0.0, 1.0):
         raise RequestRefused(f"{what} is sampled at temperature {sampling.temperature:g}, and the server gives {RAW}")
     if mode == PROCESSED and logprobs_mode(sampling.top_k, sampling.top_p) == RAW and sampling.temperature > 0:
@@ -126,7 +126,7 @@ def abort_body(name: str) -> Message:
 
 
 def stream_part(message: Message) -> StreamPart | None:
-    """One event of either endpoint's stream; None for those that carry no tokens, such as usage."""
+    """Parse one event of either endpoint's stream; None if it carries no tokens, such as usage."""
     if "error" in message:
         raise ServerFailed(error_in(message))
     if not message.get("choices"):
@@ -153,7 +153,7 @@ def _spans(choice: Message) -> tuple[Span, ...] | None:
 
 
 def score_body(tokens: Ints, model: str, endpoint: str) -> Message:
-    """Ask for the log-probs of a prompt's own tokens; the one token that has to be sampled is ignored."""
+    """A request for the log-probs of a prompt's tokens; the one token that must be sampled is ignored."""
     params = {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}
     if endpoint == COMPLETIONS:
         return {"model": model, "prompt": tokens.tolist(), **params}
@@ -170,7 +170,7 @@ def scores_of(answer: Message, tokens: Ints) -> Floats:
 
 
 def error_in(answer: Any) -> str:
-    """The sentence of an error answer, on one line."""
+    """The message of an error answer, on one line."""
     error = answer.get("error", answer.get("detail", answer)) if isinstance(answer, dict) else answer
     said = error.get("message", error) if isinstance(error, dict) else error
     return " ".join(str(said).split())[:300]
@@ -183,7 +183,7 @@ def text_error(body: str) -> str:
 
 
 def metrics_of(text: str) -> dict[str, float]:
-    """Prometheus' text format: values by name, those of several labels added up."""
+    """Parse Prometheus' text format: values by name, summed over labels."""
     values: dict[str, float] = {}
     for line in text.splitlines():
         if line and not line.startswith("#"):

@@ -32,7 +32,7 @@ _PROBE_TOKENS = 16
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model whose copy was written: its sizes, and how transformers scores a short probe."""
+    """A written model copy: its sizes, and the log-probs that transformers gives a short probe."""
 
     has_head: bool
     vocab_size: int
@@ -43,7 +43,7 @@ class ServedModel:
 
 
 def write_model(path: str, dtype: str, directory: Path) -> ServedModel:
-    """Write the copy of the model that vLLM is to serve."""
+    """Write the copy of the model that vLLM serves, with an untied head."""
     from headway.model.device import DTYPES
     from headway.model.loading import load_model, model_shape, named_weights
     from headway.model.tokenizer import load_tokenizer
@@ -92,7 +92,7 @@ def _write(directory: Path, tensors: "dict[str, Tensor]") -> None:
 
 
 class ModelCopyFiles:
-    """A directory that this process writes and a server reads: the served copy, and updates."""
+    """The directory that this process writes and a server reads: the model copy, and one file for each update."""
 
     def __init__(self, parent: str):
         with translated(OSError, ConfigError, f"engine.weights_dir = {parent} cannot be written to: {CAUSE}"):
@@ -111,7 +111,7 @@ class ModelCopyFiles:
         return model
 
     def stage(self, update: WeightUpdate) -> None:
-        """Write an update next to the loaded one, its bytes checked against what was published."""
+        """Write an update next to the loaded one, after checking its fingerprints."""
         from headway.weights.receive import open_whole
 
         if update.kind != "full":
@@ -129,7 +129,7 @@ class ModelCopyFiles:
         return self.root / f"version-{version}"
 
     def loaded(self, version: int) -> None:
-        """The staged version is sequence: what was loaded before it is not needed any more."""
+        """The server has loaded the staged version: delete the files of the one before."""
         path = self.path_of(version)
         if self._loaded is not None and self._loaded != path:
             shutil.rmtree(self._loaded, ignore_errors=True)

@@ -36,7 +36,7 @@ _PREFIX = re.compile(r"^(\([\w -]+ pid=\d+\) )?([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]+
 
 
 def check_interpreter(python: str) -> tuple[int, ...]:
-    """The version of the vLLM an interpreter has; that it has none, or is none, is one sentence."""
+    """The version of vLLM that an interpreter has installed; raise if it has none or cannot run."""
     if shutil.which(python) is None:
         raise ConfigError(f"engine.vllm_python = {python} is no program that can be run; name an interpreter")
     command, clean = [python, "-c", _ASK_VERSION], _clean_environment()
@@ -52,7 +52,7 @@ def check_interpreter(python: str) -> tuple[int, ...]:
 def arguments(
     section: EngineSection, version: tuple[int, ...], served: ServedModel, dtype: str, mode: str, kv_share: float
 ) -> list[str]:
-    """Of `vllm serve`, after the model and its address; the user's own come last, and win."""
+    """Arguments of `vllm serve` after the model and its address; the user's own come last, so they win."""
     context = section.max_context or served.context
     listed = {
         "--dtype": dtype,
@@ -79,12 +79,12 @@ def arguments(
 
 
 def _clean_environment() -> dict[str, str]:
-    """Ours without what leads an interpreter to our packages: its environment is another."""
+    """Our environment variables without those that point an interpreter to our packages."""
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
 def environment(device: str, scratch: str) -> dict[str, str]:
-    """The environment of the server's processes."""
+    """Environment variables of the server's processes."""
     values = _clean_environment()
     values |= {
         "VLLM_SERVER_DEV_MODE": "1",  # without it there are no endpoints for weights
@@ -105,7 +105,7 @@ def environment(device: str, scratch: str) -> dict[str, str]:
 
 
 class Server:
-    """A vLLM server of our own; its output goes to our stderr, and the last lines are stored for error messages."""
+    """A vLLM server process; its output goes to our stderr, its last lines are stored for error messages."""
 
     def __init__(self, process: asyncio.subprocess.Process, socket: str) -> None:
         self.socket = socket
@@ -115,7 +115,7 @@ class Server:
 
     @classmethod
     async def start(cls, python: str, model: Path, arguments: list[str], device: str) -> "Server":
-        """Start it on the copy in `model`, whose parent goes when it ends; its health says when it is ready."""
+        """Start a server on the copy in `model`; the copy's parent directory is removed when it ends."""
         short = None if len(tempfile.gettempdir()) < _SHORT else "/tmp"
         scratch = tempfile.mkdtemp(prefix="headway-vllm-", dir=short)
         socket = f"{scratch}/s"
@@ -132,7 +132,7 @@ class Server:
         return cls(process, socket)
 
     async def _watch(self) -> WorkerDied:
-        """Pass on what it says until it has ended; then how it ended."""
+        """Forward the server's output until it exits; returns the exit as an error."""
         assert self._process.stdout is not None
         async for line in _lines_of(self._process.stdout):
             text = line.decode(errors="replace").rstrip()
@@ -146,13 +146,13 @@ class Server:
         return WorkerDied(f"the vLLM server ended ({how})" + (f"; it said: {said}" if said else ""))
 
     def cause(self) -> str:
-        """The first error it reported, of which those after it are consequences."""
+        """The first error in the server's output; later ones are usually consequences."""
         lines = (_PREFIX.sub("", line).strip() for line in self._lines)
         found = next((found for line in lines if (found := _CAUSE.search(line))), None)
         return found.group(0).strip(" '\"")[:300] if found else ""
 
     def forget(self) -> None:
-        """What it said until now, such as of requests it was meant to refuse, is no cause of what comes."""
+        """Discard the output so far: errors of start-up checks are no cause of a later exit."""
         self._lines.clear()
 
     async def close(self) -> None:
@@ -165,7 +165,7 @@ class Server:
 
 
 async def _lines_of(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Of any length, which readline would not give."""
+    """Lines of any length; `readline` has a limit."""
     pending = b""
     while piece := await stream.read(1 << 16):
         *lines, pending = (pending + piece).split(b"\n")

@@ -22,34 +22,34 @@ _MOST_FRUITLESS = 3
 
 
 class ServedSequence(PartialCompletion):
-    """A request at a vLLM server: its completion so far, its present submission, and what its caller gets."""
+    """A request at a vLLM server: its completion so far, its current submission, and the queue of its caller."""
 
     def __init__(self, request: Request, context: int, decode_text: DecodeText):
         self._version = _UNKNOWN
         super().__init__(request, context, decode_text)
         self.task: asyncio.Task[None] | None = None  # serves it
-        self.reading: asyncio.Task[None] | None = None  # reads its present submission
+        self.reading: asyncio.Task[None] | None = None  # reads its current submission
         self._items: asyncio.Queue[Chunk | Completion | BaseException] = asyncio.Queue()
-        self.submission: Submission | None = None  # the present one, or the last
+        self.submission: Submission | None = None  # the current one, or the last
         self._num_submissions = self._num_fruitless = 0
         self._is_interrupted = False
-        self._start = self.num_tokens  # before the present submission
+        self._start = self.num_tokens  # before the current submission
         self._num_known = self.num_tokens  # tokens whose version is; those after them wait for the server's spans
 
     @property
     def has_new(self) -> bool:
-        """Whether the present submission brought anything."""
+        """Whether the current submission returned any token."""
         return self.num_tokens > self._start
 
     @property
     def stamps(self) -> bool:
-        """Whether the version of what comes is known without the server's spans."""
+        """Whether the version of new tokens is known without the server's spans."""
         return self._version != _UNKNOWN
 
     # Submissions
 
     def submit(self, version: int, salt: str) -> Submission:
-        """The call for what is still missing, begun while the weights of `version` are sequence."""
+        """The next submission, for the missing tokens, made while the weights of `version` are live."""
         self._start, self._version = self.num_tokens, version
         self._num_submissions += 1
         self._is_interrupted = False
@@ -64,15 +64,15 @@ class ServedSequence(PartialCompletion):
         return self.submission
 
     def interrupt(self) -> None:
-        """The server is about to abort the present submission; the next goes on from there."""
+        """The server is about to abort the current submission; the next one continues from its last token."""
         self._is_interrupted = True
 
     def forget_version(self) -> None:
-        """A swap begins: from here on, only the server knows which weights sample this submission's tokens."""
+        """A swap begins: from now on only the server's spans tell which weights sample this submission's tokens."""
         self._version = _UNKNOWN
 
     def take(self, part: StreamPart) -> int:
-        """Add what came; how many tokens that were. Beyond a stop nothing is added."""
+        """Append a part's tokens, up to a stop; returns how many were appended."""
         if len(part.tokens) != len(part.logprobs):
             raise ServerFailed(f"{len(part.tokens)} tokens came with {len(part.logprobs)} log-probs")
         if self.stop is not None:
@@ -84,7 +84,7 @@ class ServedSequence(PartialCompletion):
         return count
 
     def end_submission(self, finish: str, spans: tuple[Span, ...] | None) -> None:
-        """The server said why it ended, and perhaps which weights sampled what."""
+        """Handle the end of a submission: the server's finish reason, and its version spans if it has them."""
         for span in spans or ():
             self._stamp(span)
         if (self.versions[self._start : self.num_tokens] == _UNKNOWN).any():
@@ -123,7 +123,7 @@ class ServedSequence(PartialCompletion):
             self._items.put_nowait(self.take_chunk(self._num_known))
 
     def finish(self, stop: StopReason) -> None:
-        """The completion, with all tokens whose version is known."""
+        """Send the completion, with all tokens whose version is known."""
         self._hand_out()
         self.truncate(self._num_known)
         self.stop = stop
