@@ -365,7 +365,7 @@ class Controller:
                 metrics={**report.metrics, **reward_parts(batch.groups)},
                 digest=update.digest,
                 weights_sample=report.weights_sample,
-                tokens_at=self.log.place(report.tokens) if report.tokens else None,
+                tokens_at=self.log.record.append(report.tokens) if report.tokens else None,
             )
         )
         etas = (group.eta for group in batch.groups)
@@ -452,7 +452,7 @@ class Controller:
                 num_failed=found.num_failed,
                 mean_tokens=found.mean_tokens,
                 seconds=found.seconds,
-                groups_at=self.log.place(batch),
+                groups_at=self.log.record.append(batch),
                 **found.summary(),
             )
         )

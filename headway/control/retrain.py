@@ -13,9 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from headway.errors import DeadlineExceeded, HeadwayError, InvariantBroken, WorkerDied
-from headway.record.events import Event, Retrained, Warned
+from headway.record.events import Event, Place, Retrained, Warned
 from headway.record.run import Run
-from headway.record.shards import ShardRef
 from headway.training.ranks import RankedTrainer
 from headway.training.state import weight_difference
 from headway.types import Batch, Group
@@ -47,7 +46,7 @@ def _check_not_newer(slot: Path, num_trained: int) -> None:
 
 
 async def retrain(
-    load_group: Callable[[ShardRef], Group],
+    load_group: Callable[[Place], Group],
     run: Run,
     trainer: RankedTrainer,
     from_version: int,

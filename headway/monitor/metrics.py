@@ -24,9 +24,8 @@ import msgspec
 from headway.config import MetricsSection
 from headway.errors import CAUSE, ConfigError, translated
 from headway.monitor.samples import COLUMNS, NUM_GROUPS, SampleRow, Samples, markdown
-from headway.record.events import EtaChanged, Evaluated, Event, Stats, Swapped, Trained
+from headway.record.events import EtaChanged, Evaluated, Event, Place, Stats, Swapped, Trained
 from headway.record.run import Run
-from headway.record.shards import ShardRef
 from headway.record.steps import Step
 
 TENSORBOARD_DIR = "tensorboard"
@@ -44,7 +43,7 @@ class Point:
     time: float
     step: int
     scalars: dict[str, float]
-    groups: tuple[ShardRef, ...] = ()  # to show samples of
+    groups: tuple[Place, ...] = ()  # to show samples of
 
 
 def point_of(event: Event, run: Run) -> Point | None:

@@ -7,7 +7,8 @@ from typing import Any
 
 from headway.monitor.text import clean, printable
 from headway.monitor.viewer.texts import Texts
-from headway.record.shards import RECORD_NAME, Record, ShardRef
+from headway.record.events import Place
+from headway.record.shards import RECORD_NAME, Record
 
 NUM_GROUPS = 4
 """Groups of a step that are sampled; of each, the trajectory with the highest and the one with the lowest reward."""
@@ -42,7 +43,7 @@ class Samples:
         self._record = Record(run_dir / RECORD_NAME)
         self._texts: Texts | None = None
 
-    def read(self, refs: Sequence[ShardRef]) -> list[SampleRow]:
+    def read(self, refs: Sequence[Place]) -> list[SampleRow]:
         texts = self._texts = self._texts or Texts(self._run_dir, self._config)
         rows = []
         for group in map(self._record.load, refs):

@@ -106,7 +106,7 @@ class Requeued(Event, frozen=True, kw_only=True):
 
 
 class Place(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """Position of an entry in the record, with the fields of `ShardRef`."""
+    """Position of one entry in the record: it starts at `offset`; size and checksum are of its codec bytes."""
 
     shard: str
     offset: int
@@ -135,7 +135,7 @@ class Finished(Event, frozen=True, kw_only=True):
     """A group has all its trajectories and rewards, and its bytes are in the record."""
 
     group: int
-    shard: str  # where the bytes lie, how many, and their checksum
+    shard: str  # its `place`, field by field
     offset: int
     num_bytes: int
     checksum: str
@@ -146,6 +146,10 @@ class Finished(Event, frozen=True, kw_only=True):
     oldest: int | None  # versions of the oldest and newest sampled token; None: no token was sampled
     newest: int | None
     seconds: float  # since admission
+
+    @property
+    def place(self) -> Place:
+        return Place(self.shard, self.offset, self.num_bytes, self.checksum)
 
     @property
     def tokens(self) -> int:

@@ -25,10 +25,9 @@ import msgspec
 from headway.errors import InvariantBroken
 from headway.record import events
 from headway.record.clock import Clock
-from headway.record.events import Event, FailedTrajectory
+from headway.record.events import Event, FailedTrajectory, Place
 from headway.record.health import HealthWarning, diagnose
 from headway.record.log import EVENTS_NAME, scan
-from headway.record.shards import ShardRef
 from headway.record.steps import Step
 from headway.record.tokens import TokenAccount
 from headway.types import DropReason, StopReason
@@ -48,7 +47,7 @@ class GroupState(msgspec.Struct, gc=False):
     eta: int
     version: int  # at admission
     repeats: int | None = None  # the requeued group whose prompt this is
-    ref: ShardRef | None = None  # where its bytes lie, once it has finished
+    ref: Place | None = None  # where its bytes lie, once it has finished
     lengths: Sequence[int] = ()  # sampled tokens of each trajectory
     rewards: tuple[float | None, ...] = ()  # of each trajectory
     stops: tuple[StopReason | None, ...] = ()  # of each trajectory, of its last completion
@@ -151,7 +150,7 @@ class Run:
         """Whether the run was resumed at least once."""
         return len(self.clock.incarnations) > 1
 
-    def ref(self, group: int) -> ShardRef:
+    def ref(self, group: int) -> Place:
         """Position of a finished group in the record."""
         found = self.groups[group].ref
         assert found is not None, f"group {group} has not finished"
@@ -253,7 +252,7 @@ class Run:
         group = self._present(event, event.group)
         if group.ref is not None:
             _contradiction(event, f"group {group.id} is finished twice")
-        group.ref = ShardRef(self._share(event.shard), event.offset, event.num_bytes, event.checksum)
+        group.ref = Place(self._share(event.shard), event.offset, event.num_bytes, event.checksum)
         group.lengths, group.tokens = array("l", event.lengths), sum(event.lengths)
         group.rewards, group.stops = self._share(event.rewards), self._share(event.stops)
         group.oldest, group.newest, group.seconds = event.oldest, event.newest, event.seconds

@@ -21,11 +21,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import numpy as np
 import xxhash
 
 from headway import codec
-from headway.codec import message
 from headway.errors import CAUSE, ConfigError, HeadwayError, translated
 from headway.files import fsync_directory, write_all
 from headway.record.events import FailedTrajectory, Finished, Place
@@ -38,16 +38,6 @@ RECORD_NAME = "record"
 
 _LENGTH = struct.Struct("<Q")
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
-
-
-@message
-class ShardRef:
-    """Position of one entry: it starts at `offset`; `num_bytes` and `checksum` are of its codec bytes."""
-
-    shard: str
-    offset: int
-    num_bytes: int
-    checksum: str
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,16 +60,16 @@ class Record:
         self._shard: _Shard | None = None
         self._pending: deque[tuple[_Shard, bytes | None]] = deque()  # None: the shard is full
 
-    def append(self, entry: Group | TrainedTokens | Batch) -> ShardRef:
+    def append(self, entry: Group | TrainedTokens | Batch) -> Place:
         data = codec.encode(entry)
         if self._shard is None or self._shard.num_bytes >= self._shard_bytes:
             self._start_shard()
         shard = self._shard
         assert shard is not None
-        ref = ShardRef(shard.path.name, shard.num_bytes, len(data), xxhash.xxh3_64_hexdigest(data))
+        place = Place(shard.path.name, shard.num_bytes, len(data), xxhash.xxh3_64_hexdigest(data))
         shard.num_bytes += _LENGTH.size + len(data)
         self._pending.append((shard, data))
-        return ref
+        return place
 
     def fsync(self) -> None:
         """Write everything appended so far, with one fsync for each shard written to (nearly always one)."""
@@ -105,9 +95,9 @@ class Record:
                 fsync_directory(self.directory.parent)
                 shard.named = True
 
-    def load(self, ref: ShardRef) -> Group:
-        """Read the group at `ref`, after `fsync`; damaged bytes raise."""
-        group = self._load(ref)
+    def load(self, place: Place) -> Group:
+        """Read a group, after `fsync`; damaged bytes raise."""
+        group = self._load(place)
         assert isinstance(group, Group)
         return group
 
@@ -123,20 +113,20 @@ class Record:
         assert isinstance(batch, Batch)
         return batch
 
-    def _load(self, ref: ShardRef | Place) -> Any:
-        path = self.directory / ref.shard
+    def _load(self, place: Place) -> Any:
+        path = self.directory / place.shard
         if path.parent != self.directory:
-            raise HeadwayError(f"the event log names {ref.shard!r} as a shard, which is outside {self.directory}")
+            raise HeadwayError(f"the event log names {place.shard!r} as a shard, which is outside {self.directory}")
         with (
             translated(OSError, HeadwayError, f"cannot read {path}: {CAUSE}; restore it from a copy of the run"),
             open(path, "rb") as file,
         ):
-            file.seek(ref.offset)
-            entry = file.read(_LENGTH.size + ref.num_bytes)
+            file.seek(place.offset)
+            entry = file.read(_LENGTH.size + place.num_bytes)
         data = entry[_LENGTH.size :]
-        whole = entry[: _LENGTH.size] == _LENGTH.pack(ref.num_bytes) and len(data) == ref.num_bytes
-        if not whole or xxhash.xxh3_64_hexdigest(data) != ref.checksum:
-            raise HeadwayError(f"{path} is damaged at byte {ref.offset}; restore it from a copy of the run")
+        whole = entry[: _LENGTH.size] == _LENGTH.pack(place.num_bytes) and len(data) == place.num_bytes
+        if not whole or xxhash.xxh3_64_hexdigest(data) != place.checksum:
+            raise HeadwayError(f"{path} is damaged at byte {place.offset}; restore it from a copy of the run")
         return codec.decode(data)
 
     def close(self) -> None:
@@ -171,16 +161,13 @@ class RunLog(EventLog):
 
     def finished(self, group: Group, seconds: float) -> Finished:
         """Record a finished group, `seconds` after its admission."""
-        ref = self.record.append(group)
+        place = self.record.append(group)
         sampled = [[s.versions[s.versions != NOT_SAMPLED] for s in t.sequences] for t in group.trajectories]
         spans = [(int(versions.min()), int(versions.max())) for t in sampled for versions in t if len(versions)]
         return self.append(
             Finished(
                 group=group.id,
-                shard=ref.shard,
-                offset=ref.offset,
-                num_bytes=ref.num_bytes,
-                checksum=ref.checksum,
+                **msgspec.structs.asdict(place),
                 lengths=tuple(sum(map(len, sequences)) for sequences in sampled),
                 rewards=tuple(float(trajectory.reward) for trajectory in group.trajectories),
                 stops=tuple(trajectory.stops[-1] if trajectory.stops else None for trajectory in group.trajectories),
@@ -190,11 +177,6 @@ class RunLog(EventLog):
                 seconds=seconds,
             )
         )
-
-    def place(self, entry: TrainedTokens | Batch) -> Place:
-        """Append a training step's tokens or an evaluation's groups; returns the position for an event."""
-        ref = self.record.append(entry)
-        return Place(ref.shard, ref.offset, ref.num_bytes, ref.checksum)
 
     def close(self) -> None:
         try:

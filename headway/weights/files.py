@@ -1,17 +1,21 @@
 """Weights as files: each version an ordinary safetensors file in a directory of its own, which every engine can read.
 
-A file is written next to its place, brought to disk and renamed, so that it is there whole or not at all; the last two
-versions are kept. It holds every tensor under every name it has, tied or not, and the version in its metadata.
+The safetensors library writes the file next to its place; it is fsynced and renamed, so it is whole or absent. The last
+two versions stay. A file holds every tensor under every name it has, tied or not, and the version in its metadata.
+Engines read it without mapping it: a mapped file that is deleted on a network file system would kill them.
 """
 
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, TensorSpec, serialize_file
 
 from headway.errors import CAUSE, KIND, WeightMismatch, WeightsUnreachable, translated
 from headway.files import fsync_directory, opened
@@ -19,7 +23,6 @@ from headway.types import TensorInfo, WeightPlace, WeightUpdate
 from headway.weights.stream import Span
 
 TRANSPORT = "disk"
-_ALIGNMENT = 8
 _MAX_HEADER_BYTES = 100_000_000  # as safetensors has it
 _TYPES = {
     "float64": "F64",
@@ -43,21 +46,26 @@ class WeightFiles:
         self._retained: list[int] = []
 
     def write(self, version: int, tensors: Sequence[TensorInfo], memory: memoryview) -> WeightPlace:
-        """Write the tensors that lie in the memory; remove versions before the last two. Raises OSError."""
+        """Write the tensors that lie in the memory; remove versions before the last two. A full disk raises OSError."""
         path = self._path(version)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         unfinished = path.with_name(path.name + ".unfinished")
-        try:
-            with open(unfinished, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                file.write(_header(version, ordered := _ordered(tensors)))
-                for info in ordered:
-                    file.write(memory[info.offset : info.offset + info.num_bytes])
-                file.flush()
-                os.fsync(file.fileno())
+        start = np.frombuffer(memory, np.uint8).ctypes.data
+        specs = {
+            info.name: TensorSpec(
+                dtype=info.dtype, shape=list(info.shape), data_ptr=start + info.offset, data_len=info.num_bytes
+            )
+            for info in tensors
+        }
+        with ExitStack() as on_error:
+            on_error.callback(unfinished.unlink, missing_ok=True)
+            unfinished.touch(mode=0o600)
+            with translated(SafetensorError, OSError, CAUSE):
+                serialize_file(specs, unfinished, {"format": "pt", "version": str(version)})
+            with opened(unfinished) as file:
+                os.fsync(file)
             unfinished.replace(path)
-        except OSError:
-            unfinished.unlink(missing_ok=True)
-            raise
+            on_error.pop_all()
         fsync_directory(path.parent)
         fsync_directory(self.directory)
         self._prune(version)
@@ -76,26 +84,6 @@ class WeightFiles:
                     (directory / name).unlink(missing_ok=True)
                 with suppress(OSError):  # another writer's file is still there
                     directory.rmdir()
-
-
-def _ordered(tensors: Sequence[TensorInfo]) -> list[TensorInfo]:
-    """Wide types first: the format has no gaps, and numbers should lie at multiples of their width."""
-    return sorted(tensors, key=lambda info: (-_width(info), info.name))
-
-
-def _width(info: TensorInfo) -> int:
-    return int(re.findall(r"\d+", _TYPES[info.dtype] + "8")[0])
-
-
-def _header(version: int, tensors: Sequence[TensorInfo]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "version": str(version)}}
-    end = 0
-    for info in tensors:
-        offsets = [end, end := end + info.num_bytes]
-        entries[info.name] = {"dtype": _TYPES[info.dtype], "shape": list(info.shape), "data_offsets": offsets}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
 
 
 def fetch(update: WeightUpdate, place: WeightPlace, spans: Sequence[Span], memory: Iterator[memoryview]) -> None:

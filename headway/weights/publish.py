@@ -135,7 +135,7 @@ class Publisher:
         try:
             return {"disk": self._files.write(self.version, infos, bytes_of(buffer.bytes))}
         except OSError as error:
-            said = f"version {self.version} could not be written to {self._files.directory} ({error.strerror})"
+            said = f"version {self.version} could not be written to {self._files.directory} ({error.strerror or error})"
             if self._transports == ("disk",):
                 raise RunFailed(f"{said}; make room there or change weights.transport") from error
             _LOG.warning("%s; engines have to fetch it by other ways", said)

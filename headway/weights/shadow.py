@@ -76,9 +76,10 @@ class ShadowWeights:
             if pair[0] is None or pair[1] is None or (len(pair[1]), pair[0].shape[-1]) != shape:
                 raise WeightMismatch(f"version {update.version}: its adapter has {stem}, which does not fit the base")
             assert live is not None
-            base = self._base.setdefault(name, live.detach().clone())
-            shadow = self._shadow.setdefault(id(live), torch.empty_like(live.data))
-            shadow.copy_(lora.merged(base, *(side.to(live.device) for side in pair if side is not None)))
+            if name not in self._base:
+                self._base[name] = live.detach().clone()
+            sides = [side.to(live.device) for side in pair if side is not None]
+            self._shadow_of(live).copy_(lora.merged(self._base[name], *sides))
         self._staged = {id(self._live[name]): self._shadow[id(self._live[name])] for name in names}
         self._staged_prints = {on_device: update.fingerprints}
         self.staged_version = update.version
@@ -88,12 +89,15 @@ class ShadowWeights:
         placed: dict[tuple[int, int], Tensor] = {}
         for info in part.tensors:
             parameter = self._live[info.name]
-            if id(parameter) not in self._shadow:
-                self._shadow[id(parameter)] = torch.empty_like(parameter.data)
-            whole = self._shadow[id(parameter)]
+            whole = self._shadow_of(parameter)
             rows = whole if info.num_rows is None else whole[info.rows.start : info.rows.stop]
             placed.setdefault((id(parameter), info.first_row), rows)
         return {info.name: placed[id(self._live[info.name]), info.first_row] for info in part.tensors}
+
+    def _shadow_of(self, parameter: Tensor) -> Tensor:
+        if id(parameter) not in self._shadow:
+            self._shadow[id(parameter)] = torch.empty_like(parameter.data)
+        return self._shadow[id(parameter)]
 
     def _check_kinds(self, update: WeightUpdate) -> None:
         """Raise unless names, types and shapes match the live set, and every row comes exactly once."""

@@ -20,10 +20,10 @@ from hypothesis.extra import numpy as stn
 
 from headway import codec
 from headway.errors import ConfigError, HeadwayError
-from headway.record.events import Admitted, FailedTrajectory, Finished, Resumed
+from headway.record.events import Admitted, FailedTrajectory, Resumed
 from headway.record.log import EVENTS_NAME, read
 from headway.record.run import Run, fold
-from headway.record.shards import RECORD_NAME, Record, RunLog, ShardRef, read_jsonl, write_jsonl
+from headway.record.shards import RECORD_NAME, Record, RunLog, read_jsonl, write_jsonl
 from headway.types import (
     NOT_SAMPLED,
     Failure,
@@ -58,10 +58,6 @@ def make_group(id: int, size: int = 4, num_tokens: int = 24, num_failed: int = 0
 
 def same(left: Group, right: Group) -> bool:
     return codec.encode(left) == codec.encode(right)
-
-
-def ref_of(event: Finished) -> ShardRef:
-    return ShardRef(event.shard, event.offset, event.num_bytes, event.checksum)
 
 
 def test_groups_come_back_bit_for_bit_from_several_shards(tmp_path: Path) -> None:
@@ -133,7 +129,7 @@ def test_a_finished_event_says_what_its_group_holds(tmp_path: Path) -> None:
     assert (event.oldest, event.newest) == (3, 4)
     assert (empty.reward, empty.oldest, empty.newest, empty.lengths, empty.tokens) == (None, None, None, (), 0)
     assert read(tmp_path / EVENTS_NAME) == [event, empty]
-    assert same(log.record.load(ref_of(event)), make_group(3, num_failed=1))
+    assert same(log.record.load(event.place), make_group(3, num_failed=1))
 
 
 def test_invariant_14_bytes_are_fsynced_before_the_event_that_names_them_is_written(
@@ -266,7 +262,7 @@ def test_a_disk_that_fills_up_under_the_record_is_reported_and_names_only_whole_
     assert told.stderr == ""
     record = Record(tmp_path / RECORD_NAME)
     for event in read(tmp_path / EVENTS_NAME):
-        assert same(record.load(ref_of(event)), make_group(event.group))
+        assert same(record.load(event.place), make_group(event.group))
 
 
 def test_ten_thousand_groups_cost_the_caller_well_under_a_millisecond_each(tmp_path: Path) -> None:
@@ -279,7 +275,7 @@ def test_ten_thousand_groups_cost_the_caller_well_under_a_millisecond_each(tmp_p
         asyncio.run(log.flush())
     events = read(tmp_path / EVENTS_NAME)
     assert len(events) == 10_000
-    assert same(log.record.load(ref_of(events[-1])), groups[99])
+    assert same(log.record.load(events[-1].place), groups[99])
     assert caller_s / 10_000 < 1e-3
 
 

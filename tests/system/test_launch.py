@@ -35,7 +35,7 @@ from headway.control.workers import open_runtime
 from headway.errors import ConfigError, RunFailed
 from headway.launch import prepare
 from headway.record.events import Event
-from headway.record.shards import RECORD_NAME, Record, ShardRef
+from headway.record.shards import RECORD_NAME, Record
 from headway.trained_tokens import TOKEN_FATES
 from headway.types import StopReason
 
@@ -107,8 +107,7 @@ def check_what_a_viewer_reads(config: Config, events: list[Event]) -> None:
         elif event.kind == "trained":
             tokens = record.load_tokens(event.tokens_at)
             for number in event.groups:
-                place = finished[number]
-                group = record.load(ShardRef(place.shard, place.offset, place.num_bytes, place.checksum))
+                group = record.load(finished[number].place)
                 for trajectory in group.trajectories:
                     (sequence,) = trajectory.sequences
                     own = tokens.place(number, trajectory.index, 0)
