@@ -168,7 +168,8 @@ class StandInTrainer:
 
     async def copy_model(self) -> None: ...
 
-    async def write_model(self, path: str) -> None: ...
+    async def write_model(self, path: str) -> None:
+        Path(path).mkdir(parents=True, exist_ok=True)
 
 
 class Flight:

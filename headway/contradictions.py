@@ -7,6 +7,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from headway.types import truncates
+
+TRANSPORTS = ("shared_memory", "stream", "disk")
+"""What weights.transport may name besides auto; headway/weights/publish.py offers them."""
+
 
 def of_sizes(config: Any) -> Iterator[str]:
     """A sentence for each combination of values that cannot work."""
@@ -48,10 +53,10 @@ def of_sizes(config: Any) -> Iterator[str]:
             "name fewer"
         )
     named = config.weights.transports
-    if named != ("auto",) and ({*named} - {"shared_memory", "stream", "disk"} or len({*named}) < len(named)):
+    if named != ("auto",) and ({*named} - {*TRANSPORTS} or len({*named}) < len(named)):
         yield (
-            f"weights.transport = {config.weights.transport} is neither auto nor some of shared_memory, stream and "
-            "disk, each once; set one of them"
+            f"weights.transport = {config.weights.transport} is neither auto nor some of "
+            f"{', '.join(TRANSPORTS)}, each once; set one of them"
         )
 
 
@@ -83,8 +88,7 @@ def of_vllm(config: Any) -> Iterator[str]:
             yield f"engine.urls names {url}, which is no server's address; write it like http://host:8000"
     if is_vllm and config.run.deterministic:
         yield "run.deterministic is the embedded engine's, and engine.kind = vllm; turn it off"
-    cut = sampling.top_k > 0 or sampling.top_p < 1
-    if is_vllm and cut and (sampling.temperature != 1 or config.evaluate.temperature not in (0, 1)):
+    if is_vllm and truncates(sampling) and (sampling.temperature != 1 or config.evaluate.temperature not in (0, 1)):
         yield (
             "with top-k or top-p, vLLM gives log-probs of the full distribution at temperature 1 only; set "
             "sampling.temperature = 1 and evaluate.temperature to 0 or 1, or sampling.top_k = 0 and sampling.top_p = 1"

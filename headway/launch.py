@@ -14,7 +14,7 @@ import re
 import time
 from collections import Counter
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,7 @@ from headway.types import (
     Prompt,
     Sampling,
     StepReport,
+    truncates,
 )
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def prepare(config: Config, to_train: bool = True) -> Prepared:
     stops |= stop_tokens(config.sampling.stop_tokens, tokenizer, model_config.vocab_size)
     sampling, eval_sampling = _samplings(config, tuple(sorted(stops)))
     notes = [*loaded.notes]
-    if sampling.top_k or sampling.top_p < 1:
+    if truncates(sampling):
         notes.append("top-k or top-p truncates sampling, while log-probs are of the full distribution")
     return Prepared(config, model_config, context, longest, prompts, held_out, sampling, eval_sampling, notes)
 
@@ -149,17 +150,10 @@ def _limited(held_out: list[Prompt], limit: int) -> list[Prompt]:
 
 def _samplings(config: Config, stops: tuple[int, ...]) -> tuple[Sampling, Sampling]:
     """How training rollouts are sampled, and how evaluation is."""
-    section = config.sampling
+    stop: dict[str, Any] = {"stop_tokens": stops, "stop_strings": tuple(config.sampling.stop_strings)}
     with translated(ValueError, ConfigError, f"[sampling]: {CAUSE}"):
-        training = Sampling(
-            temperature=section.temperature,
-            top_k=section.top_k,
-            top_p=section.top_p,
-            max_tokens=section.max_tokens,
-            stop_tokens=stops,
-            stop_strings=tuple(section.stop_strings),
-        )
-    return training, replace(training, temperature=config.evaluate.temperature, top_k=0, top_p=1.0)
+        training = Sampling(**dict(config.sampling) | stop)
+    return training, Sampling(config.evaluate.temperature, max_tokens=training.max_tokens, **stop)
 
 
 def check_devices(config: Config) -> None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,6 +95,21 @@ class Sampling:
             raise ValueError("an empty stop string would stop every completion at its first token")
         if not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_tokens < 1:
             raise ValueError(f"top_p in (0, 1], top_k of 0 or more and max_tokens of 1 or more, not {self}")
+
+
+class Truncatable(Protocol):
+    """Sampling parameters that can exclude tokens: `Sampling`, or the config's section."""
+
+    @property
+    def top_k(self) -> int: ...
+
+    @property
+    def top_p(self) -> float: ...
+
+
+def truncates(sampling: Truncatable) -> bool:
+    """Whether some tokens are never sampled; log-probs are those before that."""
+    return sampling.top_k > 0 or sampling.top_p < 1
 
 
 @message

@@ -146,7 +146,7 @@ async def _start_vllm(runtime: Runtime, config: Config, name: str, device: str) 
         config.model.dtype,
         config.engine.model_copy(update={"device": device, "count": 1}),
         urls.get(name, ""),
-        logprobs_mode(config.sampling.top_k, config.sampling.top_p),
+        logprobs_mode(config.sampling),
         config.run.deadline_s,
         _kv_share(config, device),
         threads=config.engine.threads,

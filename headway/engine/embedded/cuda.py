@@ -27,7 +27,7 @@ from headway.engine.embedded.sampler import sample, uniforms
 from headway.engine.embedded.sequence import RunningSequence
 from headway.errors import ConfigError
 from headway.model.loading import model_shape
-from headway.types import Floats, Ints, WeightUpdate
+from headway.types import Floats, Ints, WeightUpdate, truncates
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _SCORE_CHUNK = 1024
@@ -202,7 +202,7 @@ class CudaExecutor:
         with torch.cuda.stream(self._stream):
             self.memory.flush()
             order, self.device_s = self._batch.load(ready, bucket_of(len(ready))), 0.0
-            if any(sequence.request.sampling.top_k or sequence.request.sampling.top_p < 1 for sequence in ready):
+            if any(truncates(sequence.request.sampling) for sequence in ready):
                 found = self._truncated_step([ready[i] for i in order])
             else:
                 graph = self._graph()

@@ -12,7 +12,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.types import Request, Sampling
+from headway.types import Request, Sampling, truncates
 
 _BLOCK = 256
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -52,7 +52,7 @@ def sample(logits_BV: Tensor, samplings: list[Sampling], uniforms_B: NDArray[np.
     masses = blocks.sum(-1).double()
     log_mass_B = masses.sum(-1).log().float()
     for row, sampling in enumerate(samplings):
-        if sampling.top_k or sampling.top_p < 1:
+        if truncates(sampling):
             _truncate(weights_BV[row], sampling)
             masses[row] = blocks[row].sum(-1).double()
     # Weights that are not numbers point nowhere; the log-prob of whatever is taken says NaN, and the trainer sees it.

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from headway.errors import CAUSE, InvariantBroken, RequestRefused, translated
-from headway.types import Floats, Ints, Request, Sampling
+from headway.types import Floats, Ints, Request, Sampling, Truncatable, truncates
 
 Message = dict[str, Any]
 
@@ -66,16 +66,16 @@ def seed_of(request: Request, position: int) -> int:
     return xxhash.xxh3_64_intdigest(f"{request.seed}/{request.key}/{position}".encode()) >> 1
 
 
-def logprobs_mode(top_k: int, top_p: float) -> str:
+def logprobs_mode(sampling: Truncatable) -> str:
     """The mode in which a server gives log-probs before top-k and top-p."""
-    return RAW if top_k > 0 or top_p < 1 else PROCESSED
+    return RAW if truncates(sampling) else PROCESSED
 
 
 def check_mode(sampling: Sampling, mode: str, what: str) -> None:
     """Refuse sampling for which the server would not report log-probs before top-k and top-p."""
     if mode == RAW and sampling.temperature not in (0.0, 1.0):
         raise RequestRefused(f"{what} is sampled at temperature {sampling.temperature:g}, and the server gives {RAW}")
-    if mode == PROCESSED and logprobs_mode(sampling.top_k, sampling.top_p) == RAW and sampling.temperature > 0:
+    if mode == PROCESSED and truncates(sampling) and sampling.temperature > 0:
         raise RequestRefused(f"{what} is sampled with top-k or top-p, and the server gives {PROCESSED}")
 
 

@@ -1,0 +1,20 @@
+"""Benchmarks run: their stand-ins hold the interfaces they stand in for."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_the_controller_bench_measures_a_small_run(tmp_path: Path) -> None:
+    out = tmp_path / "controller.json"
+    sizes = ["--concurrent", "10", "--engines", "2", "--group-size", "2", "--repetitions", "1"]
+    command = [sys.executable, "-m", "headway.cli", "bench", "controller", *sizes, "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(out.read_text())
