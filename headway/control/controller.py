@@ -381,7 +381,7 @@ class Controller:
         self._num_skipped += 1
         if self._num_skipped >= self.config.trainer.max_skipped:
             raise RunFailed(
-                f"{self._num_skipped} training steps in a row were not finite (version {self.version}: "
+                f"{self._num_skipped} training steps in a row were skipped (version {self.version}: "
                 f"{report.skipped}); lower trainer.lr or look at the data"
             )
 

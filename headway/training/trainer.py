@@ -151,18 +151,19 @@ class Trainer:
         """
         started = time.time()
         check_batch(batch, self.version, self.worst_staleness)
-        ranks, num_minibatches = self.ranks, self.section.minibatches
+        ranks, chosen = self.ranks, self.algorithm.chosen
         if not self._has_trained:
             self._has_trained = True
             model = {f"model/{name}": each for name, each in self._model.named_parameters()} if ranks.num == 1 else {}
             lock_pages_early(self._state() | model, self.device)
         advantages = self._companions.advantages(batch, self._pack)
-        chosen = self.algorithm.chosen
-        share = share_of(batch, chosen, num_minibatches, self._cost, ranks.rank, ranks.num, advantages)
+        share = share_of(batch, chosen, self.section.minibatches, self._cost, ranks.rank, ranks.num, advantages)
         metrics, learned = dict[str, float](), dict[str, float]()
-        skipped, shifts = "a behaviour log-prob is not finite", list[int]()
         # Ratios are clamped: the loss of an infinite log-prob would be finite, and meaningless.
-        if share.finite:
+        skipped, shifts = "a behaviour log-prob is not finite", list[int]()
+        if not share.minibatches:
+            skipped = "no trajectory of the batch has a token to train" + ", not cut off" * chosen.mask_truncated
+        elif share.finite:
             shifts = list(SCALE_SHIFTS if self._dtype == torch.float16 else SCALE_SHIFTS[:1])
         while skipped and shifts:
             # The one error that a tighter fit resolves.
@@ -263,8 +264,10 @@ class Trainer:
         metrics = self.ranks.combined(merge_metrics(parts)) | {"grad_norm_max": norm}
         finite = torch.isfinite(metrics["loss_sum"]) & torch.isfinite(norm)
         nonfinite = torch.maximum(nonfinite, (~finite).to(nonfinite.dtype))
-        # The flag of torch's loss scaling for overflowed gradients: the fused step reads it on the device.
-        self.optimizer.found_inf = nonfinite  # type: ignore[attr-defined]
+        # The flag of torch's loss scaling for overflowed gradients: the fused step reads it on the device. Where every
+        # token is masked, weights would move by momentum alone.
+        idle = (metrics["weighted_count"] == 0).to(nonfinite.dtype)
+        self.optimizer.found_inf = torch.maximum(nonfinite, idle)  # type: ignore[attr-defined]
         self._before_change()
         self.optimizer.step()
         self.masters.refresh()
@@ -308,7 +311,8 @@ class Trainer:
         # Tokens sampled under exactly these weights show how far engine and trainer disagree.
         gap_M = (proximal_M - micro_batch.behaviour_M).abs() * (micro_batch.versions_M == self.version)
         largest = torch.cat([gap_M, gap_M.new_zeros(1)]).max()  # there may be no token at all
-        extra = {"entropy_sum": entropy_M.detach().sum(), "logprob_gap_max": largest}
+        weighted = (output.weight_T != 0).sum().to(largest.dtype)
+        extra = {"entropy_sum": entropy_M.detach().sum(), "logprob_gap_max": largest, "weighted_count": weighted}
         if self.section.record_tokens:
             rows = (proximal_M, logprobs_M.detach(), output.weight_T, output.fate_T)
             self._seen.append((micro_batch.samples, torch.stack([row.float() for row in rows])))
@@ -493,4 +497,4 @@ def _read_back(outcomes: list[_Outcome]) -> tuple[dict[str, float], str]:
     for outcome, (loss, norm) in zip(outcomes, pairs, strict=True):
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return totals, f"loss {loss / outcome.denominator:g}, gradient norm {norm:g}"
-    return totals, ""
+    return totals, "" if totals["weighted_count"] else "every token of the batch is masked or capped"

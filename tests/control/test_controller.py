@@ -395,7 +395,7 @@ def test_a_step_that_is_not_finite_drops_its_groups_and_adds_no_version(make_sta
 def test_steps_in_a_row_that_are_not_finite_end_the_run_with_a_sentence(make_stage: MakeStage) -> None:
     sections = {"run": {"steps": 5}, "trainer": {"batch_groups": 3, "max_skipped": 2}}
     stage = make_stage(sections, not_finite=frozenset({1, 3, 4}))
-    with pytest.raises(RunFailed, match=r"2 training steps in a row were not finite \(version 2: loss nan\); lower"):
+    with pytest.raises(RunFailed, match=r"2 training steps in a row were skipped \(version 2: loss nan\); lower"):
         stage.run()
     state = check_record(stage.config, read(stage.directory / "events.jsonl"))
     assert state.num_trained == 2 and len(state.dropped) == 9

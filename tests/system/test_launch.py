@@ -279,7 +279,7 @@ def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run_with_a_se
     trainer = {"batch_groups": 3, "token_budget": 128, "threads": 1, "max_skipped": 2}
     algorithm = {"baseline": "none", "normalise": "none"}
     task = {"verifier": f"{tmp_path}/huge.py:verify"}
-    with pytest.raises(RunFailed, match=r"2 training steps in a row were not finite \(version 0: loss .*\); lower tr"):
+    with pytest.raises(RunFailed, match=r"2 training steps in a row were skipped \(version 0: loss .*\); lower tr"):
         run_with(tmp_path, tiny_model, "verify", run={"steps": 9}, trainer=trainer, algorithm=algorithm, task=task)
     events = events_of(make_config(tmp_path, tiny_model))
     assert not [event for event in events if event.kind == "trained"]

@@ -11,13 +11,22 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from training import digest_of, make_batch, make_trainer, make_trajectory, map_sequences, same_bits, state_of
+from training import (
+    digest_of,
+    make_batch,
+    make_trainer,
+    make_trajectory,
+    map_sequences,
+    same_bits,
+    stale_batch,
+    state_of,
+)
 
 from headway.errors import InvariantBroken, RunFailed, WorkerDied
 from headway.model.sharding import Masters
 from headway.training.batches import MicroBatch
 from headway.training.trainer import Trainer
-from headway.types import Batch, Group, Sequence, Trajectory
+from headway.types import Batch, Group, Sequence, StopReason, Trajectory
 
 # What is refused
 
@@ -114,6 +123,42 @@ def test_weights_that_are_not_finite_skip_every_step_rather_than_spread(tiny_mod
         next(trainer.policy.parameters())[5, 0] = math.inf
     report = trainer.train(make_batch())
     assert report.skipped.startswith("loss nan") and trainer.version == 0
+
+
+# Where there is nothing to train
+
+
+def test_a_batch_of_cut_off_trajectories_alone_is_skipped_with_its_reason(tiny_model: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_model, mask_truncated=True)
+    before, batch = state_of(trainer, tmp_path / "before"), make_batch()
+    groups = (
+        dataclasses.replace(
+            group, trajectories=tuple(dataclasses.replace(t, stops=(StopReason.LENGTH,)) for t in group.trajectories)
+        )
+        for group in batch.groups
+    )
+    report = trainer.train(Batch(0, tuple(groups)))
+    assert report.version == 0 and report.skipped == "no trajectory of the batch has a token to train, not cut off"
+    assert same_bits(state_of(trainer, tmp_path / "after"), before)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_momentum_alone_moves_no_weight_where_every_token_is_masked(
+    tiny_model: str, tmp_path: Path, minibatches: int
+) -> None:
+    knobs = {"mask_token_low": 0.5, "behaviour_cap": 0.0, "minibatches": minibatches, "lr": 1e-2}
+    trainer = make_trainer(tiny_model, **knobs)
+    assert trainer.train(stale_batch(tiny_model)).version == 1
+
+    def less_likely(id: int, trajectory: Trajectory, sequence: Sequence) -> Sequence:
+        return dataclasses.replace(sequence, logprobs=np.where(sequence.loss_mask > 0, -0.001, 0).astype(np.float32))
+
+    before = state_of(trainer, tmp_path / "before")
+    report = trainer.train(map_sequences(make_batch(version=1, first=10), less_likely))
+    assert report.version == 1 and report.skipped == "every token of the batch is masked or capped"
+    assert report.metrics["masked_token"] == report.num_tokens > 0
+    assert same_bits(state_of(trainer, tmp_path / "after"), before)
+    assert trainer.train(stale_batch(tiny_model, 1, 20)).version == 2
 
 
 def test_training_twice_gives_the_same_bits(tiny_model: str) -> None:

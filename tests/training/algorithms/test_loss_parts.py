@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.algorithm import AlgorithmSection
+from headway.training.algorithms.algorithm import entropy_coef
 from headway.training.algorithms.losses import MASKS, Figures, PolicyLossInput, PolicyLossOutput, policy_loss
 
 repeatable = settings(derandomize=True, deadline=None, database=None, max_examples=40)
@@ -187,6 +188,26 @@ def at_a_kink(sequences: Sequences, chosen: AlgorithmSection) -> bool:
     """Whether a tiny step changes which side of a clip a token is on."""
     gradients = [scalar_gradient(sequences, chosen, step) for step in (1e-6, 1e-5)]
     return any(abs(a - b) > 1e-4 for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("part", ["asymmetric clip", "by sequence", "by constant length", "all masks"])
+def test_the_bonus_raises_the_entropy_of_every_token_by_its_share(part: str) -> None:
+    """Of masked tokens too: a mask takes a token out of the policy's loss, not out of the bonus."""
+    chosen = section(part)
+    sequences = [[Token(-1.0, -1.1, -3.0, 1.0, -1.0, 0.7)] * 3, [Token(-2.0, -2.0, -2.1, -1.0, -2.0, 0.2)]]
+    inputs = packed(sequences)
+    policy_loss(inputs, FIGURES, chosen).loss.backward()  # type: ignore[no-untyped-call]
+    assert inputs.entropy_T is not None and inputs.entropy_T.grad is not None
+    share = {"token": lambda num: 11, "sequence": lambda num: 4 * num, "constant": lambda num: 4 * 7}[chosen.aggregate]
+    expected = [-FIGURES.entropy_coef / share(len(own)) for own in sequences for _ in own]
+    assert inputs.entropy_T.grad.tolist() == pytest.approx(expected)
+
+
+def test_a_steered_bonus_fades_as_the_entropy_nears_its_target_and_reverses_beyond_it() -> None:
+    fixed, steered = AlgorithmSection(entropy_coef=0.1), AlgorithmSection(entropy_coef=0.1, entropy_target=0.5)
+    assert [entropy_coef(fixed, entropy) for entropy in (0.0, 2.0)] == [0.1, 0.1]
+    found = [entropy_coef(steered, entropy) for entropy in (0.0, 0.25, 0.5, 0.75, 5.0)]
+    assert found == pytest.approx([0.1, 0.05, 0, -0.05, -0.1])
 
 
 @every_part
