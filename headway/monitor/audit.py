@@ -1,9 +1,9 @@
-"""Whether what was trained is like what was sampled, in length and in difficulty.
+"""Whether what was trained is like what was sampled, in length and in difficulty; and what corrections left of it.
 
 A system that drops or starves some groups trains on other data than it samples, which no accuracy shows at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headway.record.run import Run
@@ -27,6 +27,34 @@ class Comparison:
     def __str__(self) -> str:
         text = f"{self.name}: sampled {self.sampled_mean:.3g}, trained {self.trained_mean:.3g}"
         return f"{text} (distance {self.distance:.2f}{', WARNING: they part' if self.parted else ''})"
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """Over all training steps: how many tokens the weights are worth, and which share took no part, by its reason."""
+
+    effective_sample_size: float
+    left_out: dict[str, float]
+
+    def __str__(self) -> str:
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in self.left_out.items() if share)
+        return f"effective sample size {self.effective_sample_size:.0%}, left out of the loss: {shares or 'nothing'}"
+
+
+def corrections(run: Run) -> list[Corrections]:
+    """What the corrections of stale data did; nothing where no step was trained."""
+    events = [step.event for step in run.steps if step.event.metrics.get("effective_sample_size")]
+    total = sum(event.tokens for event in events)
+    if not total:
+        return []
+
+    def mean(of: Callable[[Mapping[str, float | None]], float]) -> float:
+        return sum(event.tokens * of(event.metrics) for event in events) / total
+
+    names = sorted({name for event in events for name in event.metrics if name.startswith("masked_")})
+    counts = {name: sum(event.metrics.get(name) or 0.0 for event in events) / total for name in names}
+    capped = mean(lambda metrics: metrics.get("capped_fraction") or 0.0)
+    return [Corrections(mean(lambda metrics: metrics["effective_sample_size"] or 0.0), {"capped": capped, **counts})]
 
 
 def audit(run: Run) -> list[Comparison]:

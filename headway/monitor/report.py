@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.errors import HeadwayError
-from headway.monitor.audit import audit
+from headway.monitor.audit import audit, corrections
 from headway.monitor.plot import draw
 from headway.monitor.scaling import Split, estimate
 from headway.monitor.text import clean, duration, figure, share
@@ -192,7 +192,7 @@ def summarise(run: Run, extra: dict[str, Any] | None = None) -> Summary:
         admission_wait_s=sum(event.admission_wait_s for event in stats),
         split=_split(run, trainer_wait_s / wall_s if wall_s else None, engine_busy_share),
         lengths=_lengths(run),
-        audit=tuple(str(each) for each in audit(run)),
+        audit=tuple(str(each) for each in (*audit(run), *corrections(run))),
         tokens=tokens,
         extra=extra or {},
     )

@@ -3,7 +3,7 @@
 import pytest
 from synthetic import blank
 
-from headway.monitor.audit import audit, kolmogorov_smirnov
+from headway.monitor.audit import audit, corrections, kolmogorov_smirnov
 from headway.record.run import Run
 
 
@@ -53,3 +53,15 @@ def test_the_distance_is_that_of_two_staircases() -> None:
     assert kolmogorov_smirnov([1, 2, 3, 4], [1, 2, 3, 4]) == 0
     assert kolmogorov_smirnov([1, 2], [3, 4]) == 1
     assert kolmogorov_smirnov([1, 1, 2, 2], [1, 2, 2, 2]) == pytest.approx(0.25)
+
+
+def test_corrections_say_how_much_of_the_tokens_counted_and_why_others_did_not() -> None:
+    run = history([])
+    steps = [(100, 0.5, {"masked_token": 20.0, "capped_fraction": 0.1}), (300, 0.9, {"masked_token": 0.0})]
+    for version, (tokens, size, metrics) in enumerate(steps, 2):
+        run.on_event(blank("taken", version=version - 1, groups=()))
+        metrics |= {"effective_sample_size": size}
+        run.on_event(blank("trained", version=version, groups=(), tokens=tokens, metrics=metrics))
+    (found,) = corrections(run)
+    assert str(found) == "effective sample size 80%, left out of the loss: capped 2.5%, masked_token 5.0%"
+    assert corrections(history([])) == []
