@@ -6,11 +6,14 @@
 Both get the same model, questions, verifier, batch (64 questions, 16 completions each), lengths, learning rate and
 temperature. TRL gets bf16, vLLM in its own process's memory, and the largest micro-batch that fits (64 for the small
 model; `--micro-batch` sets it). Recorded are seconds a step, sampled tokens a second and the mean reward by step,
-without each side's first step.
+without each side's first step. Either side is ended after `--minutes`, and its steps until then count; a side that has
+been measured is not run again, so the command can be given once more where the first was killed.
 """
 
 import argparse
+import contextlib
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,11 +27,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 CONFIG = Path("configs/gsm8k.toml")
+END_S = 120.0
 NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS, MAX_CONTEXT = 64, 16, 320, 1024
 
 
-def of_trl(options: argparse.Namespace) -> list[Message]:
-    """Steps of TRL's trainer, in this process: its time, sampled tokens and mean reward."""
+def of_trl(options: argparse.Namespace) -> None:
+    """Steps of TRL's trainer, in this process: its time, sampled tokens and mean reward, in a file after each."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -54,6 +58,7 @@ def of_trl(options: argparse.Namespace) -> list[Message]:
                 tokens = logs["completions/mean_length"] * NUM_PROMPTS * GROUP_SIZE
                 seconds = time.perf_counter() - self.began
                 steps.append({"seconds": seconds, "tokens": tokens, "reward": logs["reward"]})
+                options.measure_trl.write_text(json.dumps(steps))
 
     arguments = GRPOConfig(
         output_dir=str(options.root / "trl"),
@@ -76,7 +81,6 @@ def of_trl(options: argparse.Namespace) -> list[Message]:
         report_to="none",
     )
     GRPOTrainer(str(options.model), reward, arguments, Dataset.from_list(asked), callbacks=[Steps()]).train()
-    return steps
 
 
 def of_headway(options: argparse.Namespace) -> list[Message]:
@@ -91,7 +95,13 @@ def of_headway(options: argparse.Namespace) -> list[Message]:
         *(f"--rollout.group_size={GROUP_SIZE}", f"--sampling.max_tokens={MAX_TOKENS}", "--checkpoint.every=100000"),
         f"--engine.max_context={MAX_CONTEXT}",
     ]
-    subprocess.run([*command, *knobs, *options.overrides], check=True, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([*command, *knobs, *options.overrides], stdout=subprocess.DEVNULL)
+    try:
+        if code := process.wait(60 * options.minutes):
+            raise subprocess.CalledProcessError(code, command)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        process.wait(END_S)
     found = Run.read(run)
     events, before = [step.event for step in found.steps], found.clock.training()[0][0]
     steps = []
@@ -140,16 +150,22 @@ def show(found: Message, console: "Console") -> None:
 def main(arguments: list[str]) -> None:
     options = parse(arguments)
     if options.measure_trl is not None:
-        options.measure_trl.write_text(json.dumps(of_trl(options)))
+        of_trl(options)
         return
     from rich.console import Console
 
-    record, told = Record("trl_grpo", arguments), options.root / "trl.json"
+    record = Record("trl_grpo", arguments)
     options.root.mkdir(parents=True, exist_ok=True)
-    steps = {"headway": of_headway(options)}
-    command = [options.trl_python, __file__, *arguments, f"--measure-trl={told}"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=60 * options.minutes)
-    steps["trl"] = json.loads(told.read_text())
+    told = {name: options.root / f"{name}.json" for name in ("headway", "trl")}
+    if not told["headway"].is_file():
+        told["headway"].write_text(json.dumps(of_headway(options)))
+    if not told["trl"].is_file():
+        growing = options.root / "trl.part.json"
+        command = [options.trl_python, __file__, *arguments, f"--measure-trl={growing}"]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=60 * options.minutes)
+        growing.rename(told["trl"])
+    steps = {name: json.loads(path.read_text()) for name, path in told.items()}
     found = {name: figures(one) for name, one in steps.items()}
     record.write(options.out, versions=versions("torch", "transformers", "trl", "vllm"), figures=found, steps=steps)
     show(found, Console())
