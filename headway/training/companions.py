@@ -66,12 +66,12 @@ class Critic(nn.Module):
         hidden_TC = hidden_states(self._model, tokens_T, positions_T, PackedAttention(lengths, tokens_T.device))
         return cast(Tensor, self._head(hidden_TC.index_select(0, where_M - 1)).squeeze(-1))
 
-    def learn(self, micro_batches: Iterable[MicroBatch], returns: list[Tensor], num_tokens: int) -> dict[str, float]:
-        """One step towards the returns of all trained tokens; half the mean squared error before it."""
+    def learn(self, micro_batches: Iterable[MicroBatch], num_tokens: int) -> dict[str, float]:
+        """One step towards the returns, which stand in for advantages; half the mean squared error before it."""
         self._optimizer.zero_grad(set_to_none=True)
         total = torch.zeros(())
-        for micro_batch, returns_M in zip(micro_batches, returns, strict=True):
-            loss = (self(micro_batch) - returns_M).square().sum() / (2 * max(1, num_tokens))
+        for micro_batch in micro_batches:
+            loss = (self(micro_batch) - micro_batch.advantages_M).square().sum() / (2 * max(1, num_tokens))
             loss.backward()
             total = total + loss.detach().cpu()
         norm = nn.utils.clip_grad_norm_(self._learned, self._clip_norm)
@@ -108,25 +108,17 @@ class Companions:
         """Of the whole batch; a critic, or a KL penalty in the reward, looks at it before any weight moves."""
         penalties = values = None
         if self._reference is not None and self._chosen.kl_place == "reward":
-            penalties = _each_token(batch, pack, self._penalty)
+            penalties = each_token(batch, pack, self._penalty)
         if self._critic is not None:
-            values = _each_token(batch, pack, self._critic)
+            values = each_token(batch, pack, self._critic)
         return batch_advantages(batch, self._chosen, penalties, values)
 
     def learn(self, batch: Batch, advantages: Advantages, pack: Pack) -> dict[str, float]:
         """The critic learns the returns that the advantages were estimated with; figures for the report."""
         if self._critic is None:
             return {}
-        keys, samples = keyed_samples(batch)
-        left = dict(advantages.returns)
-        returns: dict[int, Tensor] = {}
-        for key, sample in zip(keys, samples, strict=True):
-            num = len(sample.where)
-            returns[id(sample)], left[key] = torch.from_numpy(left[key][:num]), left[key][num:]
-        micro_batches = pack(samples)
-        targets = [torch.cat([returns[id(sample)] for sample in part.samples]) for part in micro_batches]
-        num_tokens = sum(len(sample.where) for sample in samples)
-        return self._critic.learn(micro_batches, [each.to(self._device) for each in targets], num_tokens)
+        samples = [sample for group in batch.groups for sample in samples_of(group, advantages.returns)]
+        return self._critic.learn(pack(samples), sum(len(sample.where) for sample in samples))
 
     def reference_logprobs(self, micro_batch: MicroBatch) -> Tensor | None:
         return self._reference.logprobs(micro_batch) if self._reference else None
@@ -142,33 +134,21 @@ class Companions:
 
 
 @torch.no_grad()
-def _each_token(batch: Batch, pack: Pack, figure: Callable[[MicroBatch], Tensor]) -> dict[Key, Floats]:
-    """A figure of every trained token, by trajectory."""
-    keys, samples = keyed_samples(batch)
-    found: dict[int, Floats] = {}
+def each_token(batch: Batch, pack: Pack, figure: Callable[[MicroBatch], Tensor]) -> dict[Key, Floats]:
+    """A figure of every trained token, by trajectory: its sequences' tokens in order."""
+    nums = {
+        (group.id, trajectory.index): sum(int(sequence.loss_mask.sum()) for sequence in trajectory.sequences)
+        for group in batch.groups
+        for trajectory in group.trajectories
+    }
+    blank = {key: np.zeros(num, np.float32) for key, num in nums.items()}
+    samples = [sample for group in batch.groups for sample in samples_of(group, blank)]
+    found: dict[tuple[int, int, int], Floats] = {}
     for micro_batch in pack(samples):
         counts = [len(sample.where) for sample in micro_batch.samples]
         for sample, own in zip(micro_batch.samples, figure(micro_batch).cpu().split(counts), strict=True):
-            found[id(sample)] = own.numpy()
-    return joined_by_key(batch, keys, [found[id(sample)] for sample in samples])
-
-
-def keyed_samples(batch: Batch) -> tuple[list[Key], list[Sample]]:
-    """Every sequence with trained tokens, and whose trajectory's it is."""
-    keys, samples = [], []
-    for group in batch.groups:
-        for trajectory in group.trajectories:
-            num = sum(int(sequence.loss_mask.sum()) for sequence in trajectory.sequences)
-            alone = type(group)(group.id, group.prompt_index, group.eta, 1, (trajectory,))
-            own = samples_of(alone, {(group.id, trajectory.index): np.zeros(num, np.float32)})
-            keys += [(group.id, trajectory.index)] * len(own)
-            samples += own
-    return keys, samples
-
-
-def joined_by_key(batch: Batch, keys: list[Key], arrays: list[Floats]) -> dict[Key, Floats]:
-    """The arrays of each trajectory's sequences one after another; of one without trained tokens, nothing."""
-    parts: dict[Key, list[Floats]] = {(group.id, t.index): [] for group in batch.groups for t in group.trajectories}
-    for key, array in zip(keys, arrays, strict=True):
-        parts[key].append(array)
-    return {key: np.concatenate([np.zeros(0, np.float32), *own]) for key, own in parts.items()}
+            found[sample.source] = own.numpy()
+    parts: dict[Key, list[Floats]] = {key: [np.zeros(0, np.float32)] for key in nums}
+    for sample in samples:
+        parts[sample.source[:2]].append(found[sample.source])
+    return {key: np.concatenate(own) for key, own in parts.items()}

@@ -1,12 +1,13 @@
 """The reference policy and the critic: what they add to a step, and what of them is kept and published."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from training import make_batch, make_trainer, plain_model, reference_logprobs, save_state, stale_batch
+from training import make_batch, make_trainer, map_sequences, plain_model, reference_logprobs, save_state, stale_batch
 
 from headway.config import InitSection
 from headway.errors import ConfigError
@@ -15,8 +16,8 @@ from headway.model.tokenizer import build_character_tokenizer
 from headway.training import checkpoint
 from headway.training.algorithms.credit import batch_advantages
 from headway.training.checkpoint import save_model
-from headway.training.companions import joined_by_key, keyed_samples
-from headway.types import Batch
+from headway.training.companions import each_token
+from headway.types import NOT_SAMPLED, Batch, Sequence, Trajectory
 
 PPO: dict[str, Any] = {"preset": "ppo", "critic_lr": 1e-2}
 
@@ -90,13 +91,21 @@ def test_a_critic_is_saved_and_continued_and_never_published(tiny_model: str, tm
     assert ours == theirs and ours["critic_loss"] > 0
 
 
-def test_figures_of_tokens_come_back_under_their_trajectories() -> None:
-    batch = make_batch()
-    keys, samples = keyed_samples(batch)
-    numbers = [np.full(len(sample.where), float(number), np.float32) for number, sample in enumerate(samples)]
-    found = joined_by_key(batch, keys, numbers)
+def test_figures_of_tokens_come_back_under_their_trajectories(tiny_model: str) -> None:
+    """Of several sequences one after the other, whatever micro-batches they were in; of one without tokens, nothing."""
+    trainer, batch = make_trainer(tiny_model, token_budget=24), make_batch()
+
+    def lengthened(id: int, trajectory: Trajectory, sequence: Sequence) -> Sequence:
+        mask = np.zeros_like(sequence.loss_mask) if (id, trajectory.index) == (1, 2) else sequence.loss_mask
+        return replace(sequence, loss_mask=mask, versions=np.where(mask > 0, 0, NOT_SAMPLED).astype(np.int32))
+
+    batch = map_sequences(batch, lengthened)
+    first = batch.groups[0].trajectories[0]
+    twice = replace(first, sequences=(first.sequences[0], batch.groups[2].trajectories[1].sequences[0]))
+    groups = (replace(batch.groups[0], trajectories=(twice, *batch.groups[0].trajectories[1:])), *batch.groups[1:])
+    batch = Batch(0, groups)
+    found = each_token(batch, trainer._pack, lambda micro_batch: micro_batch.behaviour_M)
     for group in batch.groups:
         for trajectory in group.trajectories:
-            expected = sum(int(sequence.loss_mask.sum()) for sequence in trajectory.sequences)
-            assert len(found[group.id, trajectory.index]) == expected
-    assert [found[key][0] for key in keys] == list(range(len(samples)))
+            expected = np.concatenate([sequence.logprobs[sequence.loss_mask > 0] for sequence in trajectory.sequences])
+            assert found[group.id, trajectory.index].tolist() == expected.tolist()

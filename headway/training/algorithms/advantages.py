@@ -40,22 +40,6 @@ class Units:
             raise ValueError(f"{len(self.returns_U)} returns for {len(self.keys_U)} group ids")
 
 
-def group_relative(rewards_N: NDArray[Any], group_ids_N: NDArray[Any]) -> Floats:
-    """GRPO: (r − mean)/(std + ε) within each group id; a group of one member, or without spread, gets exactly 0."""
-    return unit_advantages(trajectory_units(rewards_N, group_ids_N), "group", "group")
-
-
-def global_batch(rewards_N: NDArray[Any]) -> Floats:
-    """(r − mean)/(std + ε) over all trajectories of the batch together; without spread, exactly 0."""
-    return unit_advantages(trajectory_units(rewards_N, np.zeros(len(rewards_N), np.int64)), "none", "batch")
-
-
-def trajectory_units(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], tokens_N: NDArray[Any] | None = None) -> Units:
-    """Each trajectory a unit of its group."""
-    counts_N = np.ones(len(rewards_N), np.int64) if tokens_N is None else tokens_N
-    return Units(np.asarray(rewards_N, np.float64), group_ids_N, np.arange(len(rewards_N)), counts_N)
-
-
 def unit_advantages(units: Units, baseline: Baseline, normalise: Normalisation) -> Floats:
     """The advantage of each unit. With a critic, `returns_U` are its estimates, and only the batch normalises."""
     advantages_U = np.array(units.returns_U, np.float64)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.algorithm import AlgorithmSection
-from headway.training.algorithms.advantages import EPSILON, global_batch, group_relative
+from headway.training.algorithms.advantages import EPSILON, Units, unit_advantages
 from headway.training.algorithms.credit import batch_advantages
 from headway.types import (
     NOT_SAMPLED,
@@ -43,9 +43,18 @@ def scalar_group_relative(rows: list[tuple[int, float]]) -> list[float]:
     return [next(left[group_id]) for group_id, _ in rows]
 
 
+def units(values: list[float], ids: list[int]) -> Units:
+    """Each trajectory a unit of one token."""
+    num = len(values)
+    return Units(np.array(values, np.float64), np.array(ids, np.int64), np.arange(num), np.ones(num, np.int64))
+
+
 def computed(rows: list[tuple[int, float]]) -> np.ndarray:
-    ids, values = [row[0] for row in rows], [row[1] for row in rows]
-    return group_relative(np.array(values, np.float64), np.array(ids, np.int64))
+    return unit_advantages(units([row[1] for row in rows], [row[0] for row in rows]), "group", "group")
+
+
+def global_batch(values: list[float]) -> np.ndarray:
+    return unit_advantages(units(values, [0] * len(values)), "none", "batch")
 
 
 def trajectory(index: int, *values: float) -> Trajectory:
@@ -71,9 +80,9 @@ def test_groups_without_spread_or_with_one_member_get_exactly_zero() -> None:
     # The mean of three times 0.1 is not 0.1, and dividing that error by a tiny number would be an advantage.
     assert np.mean([0.1, 0.1, 0.1]) != 0.1
     assert computed([(0, 0.1), (0, 0.1), (0, 0.1), (1, 5.0), (2, -5.0), (2, 5.0)])[:4].tolist() == [0, 0, 0, 0]
-    assert global_batch(np.array([0.1, 0.1, 0.1])).tolist() == [0, 0, 0]
-    assert global_batch(np.array([3.0])).tolist() == [0]
-    assert global_batch(np.array([])).tolist() == []
+    assert global_batch([0.1, 0.1, 0.1]).tolist() == [0, 0, 0]
+    assert global_batch([3.0]).tolist() == [0]
+    assert global_batch([]).tolist() == []
 
 
 def test_rewards_that_differ_by_rounding_give_no_advantage_to_speak_of() -> None:
@@ -90,7 +99,7 @@ def test_group_relative_equals_the_scalar_reference(rows: list[tuple[int, float]
 @repeatable
 @given(st.lists(rewards, max_size=40))
 def test_global_batch_equals_the_scalar_reference(values: list[float]) -> None:
-    np.testing.assert_allclose(global_batch(np.array(values)), scalar_normalised(values), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(global_batch(values), scalar_normalised(values), rtol=1e-5, atol=1e-6)
 
 
 @repeatable
@@ -116,7 +125,7 @@ def test_removing_a_member_changes_its_own_group_only(rows: list[tuple[int, floa
 
 def test_rewards_and_group_ids_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="3 returns for 2 group ids"):
-        group_relative(np.zeros(3), np.zeros(2, np.int64))
+        units([0.0] * 3, [0] * 2)
 
 
 def test_batch_advantages_are_keyed_by_group_and_trajectory_and_survive_incomplete_groups() -> None:
