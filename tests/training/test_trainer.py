@@ -145,6 +145,34 @@ def test_a_capped_behaviour_weight_counts_its_tokens(tiny_model: str) -> None:
 # The step
 
 
+@pytest.mark.parametrize(
+    ("knobs", "metric"),
+    [
+        ({"mask_token_low": 0.8, "mask_token_high": 1.2}, "masked_token"),
+        ({"mask_sequence_high": 1.1}, "masked_sequence"),
+        ({"mask_second_moment": 0.05}, "masked_moment"),
+        ({"mask_negative_kl": 0.01}, "masked_negative"),
+    ],
+)
+def test_a_mask_that_is_chosen_takes_tokens_out_of_a_step_and_says_how_many(
+    tiny_model: str, knobs: dict[str, float], metric: str
+) -> None:
+    report = make_trainer(tiny_model, minibatches=2, **knobs).train(stale_batch(tiny_model))
+    plain = make_trainer(tiny_model, minibatches=2).train(stale_batch(tiny_model))
+    assert not report.skipped and 0 < report.metrics[metric] < report.num_tokens
+    assert report.metrics["loss"] != plain.metrics["loss"] and metric not in plain.metrics
+
+
+def test_a_bonus_keeps_the_entropy_higher_than_it_would_be(tiny_model: str) -> None:
+    batch = stale_batch(tiny_model)
+
+    def entropy(coef: float) -> float:
+        trainer = make_trainer(tiny_model, lr=3e-3, entropy_coef=coef)
+        return [trainer.train(Batch(version, batch.groups)).metrics["entropy"] for version in range(6)][-1]
+
+    assert entropy(3.0) > entropy(0.0) + 0.01
+
+
 def test_gradients_are_clipped_to_the_norm_and_reported_as_they_were(tiny_model: str) -> None:
     batch = stale_batch(tiny_model)
     whole = trained_gradients(tiny_model, batch)
@@ -342,15 +370,14 @@ def test_silent_incomplete_single_and_multi_sequence_groups_give_the_reference_g
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
-def test_a_batch_in_which_nothing_was_said_adds_a_version_and_moves_no_weight(
-    tiny_model: str, minibatches: int
-) -> None:
+def test_a_batch_in_which_nothing_was_said_is_skipped_and_moves_no_weight(tiny_model: str, minibatches: int) -> None:
     random = np.random.default_rng(0)
     silent = [tuple(make_trajectory(random, index, 1.0 - index, lengths=(0,)) for index in range(2)) for _ in range(2)]
     trainer = make_trainer(tiny_model, minibatches=minibatches)
     before = weights_of(trainer)
     report = trainer.train(Batch(0, tuple(Group(id, id, 0, 2, pair) for id, pair in enumerate(silent))))
-    assert report.version == trainer.version == 1 and not report.skipped and report.num_tokens == 0
+    assert report.version == trainer.version == 0 and report.num_tokens == 0
+    assert report.skipped == "no trajectory of the batch has a token to train"
     assert same_bits(weights_of(trainer), before)
 
 
