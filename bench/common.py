@@ -180,7 +180,7 @@ def versions(*packages: str) -> dict[str, str]:
     return found
 
 
-def _shown(argument: str) -> str:
+def shown(argument: str) -> str:
     """An argument without the directories of the machine it was given on."""
     knob, equals, value = argument.rpartition("=")
     return knob + equals + (Path(value).name if value.startswith(os.sep) else value)
@@ -193,7 +193,7 @@ class Record:
         self._started_s = time.monotonic()
         self.fields: Message = {
             "name": name,
-            "command": shlex.join(["headway", "bench", name, *map(_shown, arguments)]),
+            "command": shlex.join(["headway", "bench", name, *map(shown, arguments)]),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "hardware": hardware(),
         }

@@ -1,29 +1,36 @@
-"""Does training on stale data learn as well as on fresh data? Many short runs of the quickstart's task, with seeds.
+"""Does training on stale data learn as well as on fresh data? Many runs of one job, with seeds.
 
     headway bench learning staleness      η × objective: naive PPO, decoupled PPO, decoupled PPO with masks
     headway bench learning presets        every preset of `headway algorithms` at η = 4
     headway bench learning interruption   running sequences at a swap: keep, recompute or drain, at η = 4
     headway bench learning adaptive       η fixed at either bound, and η that moves between them
-    headway bench learning real           a real model on one GPU: η = 0, 4 and 8 on GSM8K; give --model
+    headway bench learning real           a real model on one GPU, η = 0, 4 and 8; give --model, and --config for a job
 
-Each run is `headway train` in a process of its own. What a record at `--out` already holds is not run again, so a bench
-goes on where it stopped, on any machine: `--only` chooses runs by name, `--budget-s` begins none after that many
-seconds, and `--minutes` ends each run in order after that time, at its last step. Runs that are compared have the same
-steps, batches and hyper-parameters, and start from the same model.
+All but the last train a model of 0.1M parameters on the quickstart's task, each run within one process. Runs that are
+compared have the same steps, batches and hyper-parameters, and start from the same model.
+
+A record at `--out` is extended by the runs that it lacks, so a bench killed anywhere goes on where it stopped, and so
+does the training run that was going on. `--only` chooses runs by name, `--budget-s` begins none after so many seconds,
+and `--minutes` ends each run after that much training. `real` evaluates the whole held-out split before and after
+training, greedily and by the mean of 8 samples. What the bench does not know goes to `headway` as it is, such as
+--tasks.gsm8k.train=FILE.
 """
 
 import argparse
 import json
+import multiprocessing
+import os
 import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import RESULTS_DIR, Message, Record, versions
+from common import RESULTS_DIR, Message, Record, shown, versions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,10 +40,23 @@ UNBOUNDED = 1_000_000
 ETAS = (0, 1, 4, 16, UNBOUNDED)
 PRESETS = ("areal", "grpo", "dapo", "dr_grpo", "rloo", "reinforce++", "gspo", "cispo", "ppo")
 REAL_CONFIG, REAL_ETAS = Path("configs/gsm8k_qwen.toml"), (0, 4, 8)
-END_S = 120.0
+BEFORE = "before training"
+LOOK_S, END_S = 2.0, 240.0
 
-# Where stale data hurts: several optimizer steps a batch, and steps ten times as large as the quickstart's would be.
-HARD = ("--trainer.minibatches=4", "--trainer.lr=6e-4", "--trainer.warmup_steps=3")
+MODEL = (
+    *("--model.init.hidden_size=64", "--model.init.num_layers=2", "--model.init.intermediate_size=192"),
+    *("--model.init.num_heads=2", "--model.init.num_kv_heads=2", "--sft.steps=800", "--trainer.threads=1"),
+)
+SMALL = (
+    *("--run.runtime=inline", "--trainer.threads=1", "--engine.threads=1", "--checkpoint.every=1000"),
+    "--trainer.batch_groups=16",
+)
+REAL = ("--checkpoint.every=50",)
+WAYS = {"greedy": (), "mean of 8": ("--evaluate.temperature=1", "--evaluate.samples=8")}
+
+# Where stale data hurts: several optimizer steps a batch, each larger than the quickstart's.
+HARD = ("--trainer.minibatches=4", "--trainer.lr=3e-4", "--trainer.warmup_steps=3")
+GENTLE = ("--trainer.minibatches=2", "--trainer.lr=3e-4", "--trainer.warmup_steps=3", "--algorithm.critic_lr=1e-3")
 OBJECTIVES = {
     "naive": ("--algorithm.objective=naive",),
     "decoupled": ("--algorithm.objective=decoupled",),
@@ -82,14 +102,16 @@ def staleness_runs(seeds: int) -> list[Run]:
 
 def preset_runs(seeds: int) -> list[Run]:
     _, settings = bound(4)
-    shared = (*settings, "--trainer.minibatches=2", "--trainer.lr=2e-4")
+    shared = (*GENTLE, *settings)
     return [Run(preset, seed, (*shared, f"--algorithm.preset={preset}")) for seed in range(seeds) for preset in PRESETS]
 
 
 def interruption_runs(seeds: int) -> list[Run]:
     _, settings = bound(4)
     kinds = ("recompute", "keep", "drain")
-    return [Run(kind, seed, (*settings, f"--engine.kv_on_swap={kind}")) for seed in range(seeds) for kind in kinds]
+    return [
+        Run(kind, seed, (*GENTLE, *settings, f"--engine.kv_on_swap={kind}")) for seed in range(seeds) for kind in kinds
+    ]
 
 
 def adaptive_runs(seeds: int) -> list[Run]:
@@ -118,39 +140,100 @@ def model_of(options: argparse.Namespace) -> Path:
     root: Path = options.root.parent
     model = root / "warmup" / "model"
     if not (model / "config.json").is_file():
-        _headway("sft", str(CONFIG), f"--sft.out={model}", f"--run.dir={root / 'warmup' / 'run'}")
+        _headway("sft", str(CONFIG), *MODEL, f"--sft.out={model}", f"--run.dir={root / 'warmup' / 'run'}")
     return model
 
 
 def settings_of(run: Run, options: argparse.Namespace) -> list[str]:
     shared = [
-        *("--metrics.tensorboard=false", "--checkpoint.every=1000", f"--evaluate.every={options.evaluate_every}"),
-        *(f"--run.steps={options.steps}", f"--run.seed={run.seed}", f"--evaluate.limit={options.limit}"),
-        f"--trainer.batch_groups={options.batch_groups}",
+        *("--metrics.tensorboard=false", *(REAL if options.what == "real" else SMALL)),
+        *(f"--evaluate.every={options.evaluate_every}", f"--evaluate.limit={options.limit}"),
+        *(f"--run.steps={options.steps}", f"--run.seed={run.seed}"),
     ]
     return [*shared, *run.settings, *options.overrides]
 
 
 def play(run: Run, options: argparse.Namespace, model: Path) -> Message:
-    directory = run.directory(options.root)
-    subprocess.run(["rm", "-rf", str(directory)], check=True)
-    asked, places = settings_of(run, options), (f"--model.path={model}", f"--run.dir={directory / 'run'}")
-    _headway("train", str(options.config), *asked, *places, seconds=60 * options.minutes)
-    return {"arm": run.arm, "seed": run.seed, "settings": asked, **figures(directory / "run")}
+    """Train to the end, from where an earlier attempt was ended if there was one."""
+    directory = run.directory(options.root) / "run"
+    resumed = ["--resume"] if (directory / "events.jsonl").is_file() else []
+    limit_s = 60 * options.minutes or float("inf")
+    if not resumed or not _is_over(directory, limit_s):
+        asked = [*settings_of(run, options), f"--model.path={model}", f"--run.dir={directory}", *resumed]
+        _headway("train", str(options.config), *asked, is_over=lambda: _is_over(directory, limit_s))
+    if not _is_over(directory, limit_s):
+        sys.exit(f"{directory} was ended before its time; the same command goes on with it")
+    return figures(directory)
 
 
-def _headway(*arguments: str, seconds: float = 0.0) -> None:
-    """Run a command; after this many seconds it is interrupted once, as a person would, and ends in order."""
-    process = subprocess.Popen([sys.executable, "-m", "headway.cli", *arguments], stdout=subprocess.DEVNULL)
+def accuracies_of(model: Path, directory: Path, options: argparse.Namespace) -> Message:
+    """Of a model on the whole held-out split, each way; kept in a file each, so that no way is measured twice."""
+    found = {}
+    for way, knobs in WAYS.items():
+        kept = directory / f"{way.replace(' ', '-')}.json"
+        if not kept.is_file():
+            directory.mkdir(parents=True, exist_ok=True)
+            asked = [*knobs, *options.overrides, f"--model.path={model}", f"--run.dir={directory / 'eval'}"]
+            _headway("eval", str(options.config), "--evaluate.limit=1000000", *asked)
+            kept.write_text(json.dumps(_shares(directory / "eval" / "eval" / "problems.jsonl")))
+        found[way] = json.loads(kept.read_text())
+    return found
+
+
+def _shares(problems: Path) -> Message:
+    """Of each task the mean score of its problems, and how many there are."""
+    rows = [json.loads(line) for line in problems.read_text().splitlines()]
+    scores: dict[str, list[float]] = {}
+    for row in rows:
+        if row["completions"]:
+            own = statistics.mean(completion["score"] for completion in row["completions"])
+            scores.setdefault(row["task"], []).append(own)
+    return {task: {"accuracy": statistics.mean(own), "num": len(own)} for task, own in scores.items()}
+
+
+def _is_over(run: Path, limit_s: float) -> bool:
+    """Whether it has trained all its steps, or this long."""
+    from headway.record.run import Run
+
+    if not (run / "events.jsonl").is_file():
+        return False
+    folded = Run.read(run)
+    return folded.status == "finished" or sum(end - begin for begin, end in folded.clock.training()) >= limit_s
+
+
+def _headway(*arguments: str, is_over: Callable[[], bool] = lambda: False) -> None:
+    """Run a command; once it `is_over`, or this process is to end, it is interrupted as a person would, and ends in
+    order, with a checkpoint."""
+    # Processes with everything imported, because a small run spends a quarter of its time on imports.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["headway.training.trainer", "headway.engine.embedded.service", "headway.launch"])
+    process = context.Process(target=_command, args=(arguments,))
+    process.start()
+    assert process.pid is not None
+    interrupted = False
     try:
-        code = process.wait(seconds or None)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
-        code = process.wait(END_S) * 0
+        while process.is_alive():
+            process.join(LOOK_S)
+            if process.is_alive() and not interrupted and is_over():
+                interrupted = True
+                os.kill(process.pid, signal.SIGINT)
     finally:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGINT)
+            process.join(END_S)
         process.kill()
-    if code:
-        raise subprocess.CalledProcessError(code, process.args)
+    if process.exitcode and not interrupted:
+        raise subprocess.CalledProcessError(process.exitcode, ["headway", *arguments])
+
+
+def _command(arguments: tuple[str, ...]) -> None:
+    # In a session of its own, so that a signal to the bench's group reaches it once, from the bench.
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    from headway import cli
+
+    sys.argv = ["headway", *arguments]
+    cli.main()
 
 
 def figures(run: Path) -> Message:
@@ -192,8 +275,15 @@ def summary(found: list[Message]) -> dict[str, Message]:
     return {arm: _of_arm([one for one in found if one["arm"] == arm]) for arm in arms}
 
 
+def last_accuracy(one: Message) -> float:
+    """After training, on the whole split of the first task, if that was measured; else of the last evaluation."""
+    if "after" in one:
+        return float(next(iter(one["after"]["greedy"].values()))["accuracy"])
+    return float(one["accuracies"][-1][2])
+
+
 def _of_arm(own: list[Message]) -> Message:
-    last = [one["accuracies"][-1][2] for one in own]
+    last = [last_accuracy(one) for one in own]
     names = ("wall_s", "tokens_per_s", "staleness_mean", "effective_sample_size", "behaviour_kl")
     means = {name: statistics.mean(one[name] for one in own) for name in names}
     accuracy = {"mean": statistics.mean(last), "least": min(last), "most": max(last)}
@@ -201,27 +291,43 @@ def _of_arm(own: list[Message]) -> Message:
 
 
 def draw(found: list[Message], out: Path) -> None:
-    """Held-out accuracy by training step: a line for each arm's mean, a band for its seeds."""
+    """Held-out accuracy by training step, a panel for each arm: its seeds over the means of the other arms."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    for arm in dict.fromkeys(one["arm"] for one in found):
-        curves = [one["accuracies"] for one in found if one["arm"] == arm]
-        steps = [point[0] for point in curves[0]]
-        heights = list(zip(*([point[2] for point in curve] for curve in curves), strict=False))
-        steps = steps[: len(heights)]
-        (line,) = axes.plot(steps, [statistics.mean(height) for height in heights], label=arm)
-        low, high = [min(height) for height in heights], [max(height) for height in heights]
-        axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.15)
-    axes.set_xlabel("training step")
-    axes.set_ylabel("held-out accuracy")
-    axes.legend(frameon=False, fontsize=8, ncols=2)
+    arms = {arm: [one["accuracies"] for one in found if one["arm"] == arm] for arm in summary(found)}
+    num_columns = min(len(arms), 3 if len(arms) % 3 == 0 else 4)
+    num_rows = -(-len(arms) // num_columns)
+    size = (2.7 * num_columns, 2.1 * num_rows + 0.4)
+    figure, grid = pyplot.subplots(
+        num_rows, num_columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
+    )
+    for axes, (arm, curves) in zip(grid.flat, arms.items(), strict=False):
+        for other in arms.values():
+            axes.plot(*_mean_curve(other), color="#d5d5d5", linewidth=1)
+        for curve in curves:
+            axes.plot([point[0] for point in curve], [point[2] for point in curve], color="#8fb4e3", linewidth=1)
+        steps, means = _mean_curve(curves)
+        axes.plot(steps, means, color="#1d5fb4", linewidth=2)
+        axes.annotate(f"{means[-1]:.0%}", (steps[-1], means[-1]), xytext=(3, 3), textcoords="offset points", fontsize=9)
+        axes.set_title(arm, loc="left", fontsize=10)
+        for side in ("right", "top"):
+            axes.spines[side].set_visible(False)
+    for axes in list(grid.flat)[len(arms) :]:
+        axes.set_visible(False)
+    figure.supxlabel("training step", fontsize=10)
+    figure.supylabel("held-out accuracy", fontsize=10)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=110)
     pyplot.close(figure)
+
+
+def _mean_curve(curves: list[list[list[float]]]) -> tuple[list[float], list[float]]:
+    """The mean over runs, as far as all of them go."""
+    points = list(zip(*curves, strict=False))
+    return [point[0][0] for point in points], [statistics.mean(one[2] for one in point) for point in points]
 
 
 def show(arms: dict[str, Message], console: "Console") -> None:
@@ -242,47 +348,75 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="headway bench learning", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=tuple(RUNS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch-groups", type=int, default=32)
-    parser.add_argument("--evaluate-every", type=int, default=10)
-    parser.add_argument("--limit", type=int, default=256, help="held-out problems of an evaluation")
-    parser.add_argument("--only", default="", help="run only what has this in its name, such as 'eta=4, seed 1'")
+    parser.add_argument("--steps", type=int, help="training steps of a run: 24, for real 100")
+    parser.add_argument("--evaluate-every", type=int, help="steps between evaluations: 8, for real none")
+    parser.add_argument("--limit", type=int, default=256, help="held-out problems of an evaluation during a run")
+    parser.add_argument("--only", action="append", help="run only what has this in its name, such as 'eta=4, seed 1'")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="begin no run after this many seconds")
     parser.add_argument("--minutes", type=float, default=0.0, help="end each run after this many minutes; 0: never")
     parser.add_argument("--model", type=Path, help="directory of the model; without it the small one is made")
+    parser.add_argument("--config", type=Path, help="the job; without it the quickstart's, for real GSM8K's")
     parser.add_argument("--root", type=Path, default=Path("runs/learning"), help="where runs and their figures go")
     parser.add_argument("--out", type=Path, help="where the record goes")
     options, overrides = parser.parse_known_args(arguments)
-    options.overrides = overrides
+    options.overrides, options.only = overrides, options.only or [""]
     options.out = options.out or RESULTS_DIR / f"learning_{options.what}.json"
     options.root = options.root / options.what
-    options.config = CONFIG
-    if options.what == "real":
-        options.config = REAL_CONFIG
-        if options.model is None:
-            parser.error("real needs --model, the directory of the model")
+    options.config = options.config or (REAL_CONFIG if options.what == "real" else CONFIG)
+    if options.steps is None:
+        options.steps = 100 if options.what == "real" else 24
+    if options.evaluate_every is None:
+        options.evaluate_every = 0 if options.what == "real" else 8
+    if options.what == "real" and options.model is None:
+        parser.error("real needs --model, the directory of the model")
     return options
+
+
+def _terminated(*_: object) -> None:
+    """A training run that is going on writes its checkpoint before this process ends."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` signals this process, and then its group
+    sys.exit("terminated; the same command goes on from here")
 
 
 def main(arguments: list[str]) -> None:
     from rich.console import Console
 
     console, options = Console(), parse(arguments)
-    record = Record("learning", arguments)
-    model, began = model_of(options), time.monotonic()
-    found: list[Message] = json.loads(options.out.read_text())["runs"] if options.out.is_file() else []
-    for run in RUNS[options.what](options.seeds):
-        known = [one for one in found if (one["arm"], one["seed"]) == (run.arm, run.seed)]
-        if known and known[0]["settings"] != settings_of(run, options):
+    signal.signal(signal.SIGTERM, _terminated)
+    record, model, began = Record("learning", arguments), model_of(options), time.monotonic()
+    kept: Message = json.loads(options.out.read_text()) if options.out.is_file() else {}
+    before, found = kept.get("before"), list[Message](kept.get("runs", []))
+
+    def write() -> None:
+        """After each part, so that nothing is lost when the next one is killed."""
+        fields = {"before": before} if before else {}
+        names = [run.name for run in RUNS[options.what](max(options.seeds, *(1 + one["seed"] for one in found), 1))]
+        found.sort(key=lambda one: names.index(f"{one['arm']}, seed {one['seed']}"))
+        made = versions("torch", "transformers")
+        record.write(options.out, versions=made, **fields, figures=summary(found), runs=found)
+
+    wanted = [run for run in RUNS[options.what](options.seeds) if any(part in run.name for part in options.only)]
+    if not wanted:
+        sys.exit(f"no run has {' or '.join(options.only)} in its name")
+    for run in wanted:
+        asked = [*map(shown, settings_of(run, options))]
+        known = next((one for one in found if (one["arm"], one["seed"]) == (run.arm, run.seed)), None)
+        if known and known["settings"] != asked:
             sys.exit(f"{options.out} has {run.name} with other settings; name another --out")
-        if known or options.only not in run.name or time.monotonic() - began > options.budget_s:
+        is_done = known and ("after" in known or options.what != "real")
+        if is_done or time.monotonic() - began > options.budget_s:
             continue
-        found.append(play(run, options, model))
-        console.print(f"{run.name}: {found[-1]['accuracies'][-1][2]:.1%}, {found[-1]['wall_s']:.0f} s")
-        # After each run, so that nothing is lost when the next one is killed.
-        record.write(options.out, versions=versions("torch", "transformers"), figures=summary(found), runs=found)
-    if not found:
-        sys.exit(f"no run has {options.only!r} in its name")
+        directory = run.directory(options.root)
+        if options.what == "real" and not before:
+            before = accuracies_of(model, options.root / "before", options)
+        if not known:
+            known = {"arm": run.arm, "seed": run.seed, "settings": asked, **play(run, options, model)}
+            found.append(known)
+            write()
+        if options.what == "real":
+            known["after"] = accuracies_of(directory / "run" / "model", directory, options)
+            write()
+        console.print(f"{run.name}: {known['accuracies'][-1][2]:.1%}, {known['wall_s']:.0f} s", highlight=False)
     draw(found, options.out.with_suffix(".png"))
     show(summary(found), console)
     console.print(f"written to {options.out}, curves beside it", highlight=False)
