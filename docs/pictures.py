@@ -4,10 +4,13 @@ python docs/pictures.py          draw them all
 """
 
 import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
+BENCH = RESULTS.parents[1] / "bench"
 GENERATING, TRAINING, SWAPPING = "#3b7dd8", "#e08a2c", "#111111"
 
 Record = dict[str, Any]
@@ -101,6 +104,10 @@ def main() -> None:
     path = RESULTS / "examples.json"
     if path.exists():
         examples(json.loads(path.read_text()), RESULTS.parent / "examples.png")
+    sys.path.insert(0, str(BENCH))
+    for path in RESULTS.glob("learning_*.json"):
+        draw = runpy.run_path(str(BENCH / "learning.py"))["draw"]
+        draw(json.loads(path.read_text())["runs"], RESULTS.parent / f"{path.stem}.png")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "scaling", "fault-tolerance", "verifiers", "vllm")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("performance", "learning", "scaling", "fault-tolerance", "verifiers", "vllm")
+    ),
 )
 _TABLE = re.compile(r"(<!-- table: (\w+)(?: of (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -364,6 +367,29 @@ def verifiers_math(record: Record) -> str:
     return table(["split", "written as", "asked", "Headway wrong", "math-verify wrong"], rows) + f"\n\n{source(record)}"
 
 
+def learning(record: Record) -> str:
+    """Of each arm the held-out accuracy at the steps at which all runs were evaluated, and how stale its data was."""
+    runs = record["runs"]
+    shared = sorted(set.intersection(*({point[0] for point in run["accuracies"]} for run in runs)))
+    rows = []
+    for arm, found in record["figures"].items():
+        own = [{point[0]: point[2] for point in run["accuracies"]} for run in runs if run["arm"] == arm]
+        cells = [_mean_and_range([accuracies[step] for accuracies in own]) for step in shared[1:]]
+        numbers = [f"{found[name]:.2f}" for name in ("effective_sample_size", "behaviour_kl")]
+        rows.append([arm.replace("eta=", "η = "), str(len(own)), *cells, f"{found['staleness_mean']:.1f}", *numbers])
+    steps = [f"after {step} steps" for step in shared[1:]]
+    figures = ["mean staleness", "effective sample size", "KL(behaviour‖proximal)"]
+    before = _mean_and_range([run["accuracies"][0][2] for run in runs])
+    load = record["hardware"]["load_average"][0]
+    note = f"Before training {before}. The load average was {load:g} on {record['hardware']['cores']} cores."
+    return table(["", "seeds", *steps, *figures], rows) + f"\n\n{note} {source(record)}"
+
+
+def _mean_and_range(shares: list[float]) -> str:
+    text = f"{statistics.mean(shares):.1%}"
+    return f"{text} ({min(shares):.1%} to {max(shares):.1%})" if max(shares) > min(shares) else text
+
+
 OF_SEVERAL: dict[str, Callable[[], str]] = {"goals": goals, "real_runs": real_runs}
 RENDERERS: dict[str, Callable[[Record], str]] = {
     "engine": engine,
@@ -382,6 +408,7 @@ RENDERERS: dict[str, Callable[[Record], str]] = {
     "profile_gpu": profile_gpu,
     "parity": parity,
     "real_run": real_run,
+    "learning": learning,
     "verifiers": verifiers,
     "verifiers_math": verifiers_math,
 }
