@@ -10,7 +10,7 @@ All but the last train a model of 0.1M parameters on the quickstart's task, each
 compared have the same steps, batches and hyper-parameters, and start from the same model.
 
 A record at `--out` is extended by the runs that it lacks, so a bench killed anywhere goes on where it stopped, and so
-does the training run that was going on. `--only` chooses runs by name, `--budget-s` begins none after so many seconds,
+does the training run that was going on. `--only` chooses runs by name, `--budget-s` begins none after that time,
 and `--minutes` ends each run after that much training. `real` evaluates the whole held-out split before and after
 training, greedily and by the mean of 8 samples. What the bench does not know goes to `headway` as it is, such as
 --tasks.gsm8k.train=FILE.
@@ -24,6 +24,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -229,11 +230,20 @@ def _headway(*arguments: str, is_over: Callable[[], bool] = lambda: False) -> No
 def _command(arguments: tuple[str, ...]) -> None:
     # In a session of its own, so that a signal to the bench's group reaches it once, from the bench.
     os.setsid()
+    threading.Thread(target=_end_with_bench, daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     from headway import cli
 
     sys.argv = ["headway", *arguments]
     cli.main()
+
+
+def _end_with_bench() -> None:
+    """A bench that was killed leaves no run behind that goes on: it ends as by an interrupt, with a checkpoint."""
+    bench = multiprocessing.parent_process()
+    assert bench is not None
+    bench.join()
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def figures(run: Path) -> Message:
