@@ -69,8 +69,10 @@ class PartialCompletion:
         start = self.num_tokens
         count = min(len(tokens), len(self.tokens) - start)
         part = slice(start, start + count)
-        self.tokens[part], self.logprobs[part] = tokens[:count], logprobs[:count]
-        self.versions[part] = versions if isinstance(versions, int) else versions[:count]
+        if count < len(tokens):
+            tokens, logprobs = tokens[:count], logprobs[:count]
+            versions = versions if isinstance(versions, int) else versions[:count]
+        self.tokens[part], self.logprobs[part], self.versions[part] = tokens, logprobs, versions
         self.num_tokens = part.stop
         self.stop = self._find_stop(start)
         return self.num_tokens - start

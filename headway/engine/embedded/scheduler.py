@@ -267,8 +267,12 @@ class EngineCore:
             return
         self._expects_score = False
         decoded = self._executor.decode(ready, num_steps)
+        # One check for the batch: a call for every row would cost as much as all else that a token does on the host.
+        all_finite = bool(np.isfinite(np.concatenate([logprobs for _, logprobs in decoded])).all())
         for sequence, (tokens, logprobs) in zip(ready, decoded, strict=True):
-            if sequence.up_to_date:
+            if sequence.up_to_date and not (all_finite or np.isfinite(logprobs).all()):
+                self._fail(sequence)
+            elif sequence.up_to_date:
                 self._take_tokens(sequence, tokens, logprobs)
             else:
                 sequence.num_cached += 1
@@ -280,9 +284,6 @@ class EngineCore:
         return self._interval.num_steps(self._executor.num_steps(num_rows))
 
     def _take_tokens(self, sequence: RunningSequence, tokens: Ints, logprobs: Floats) -> None:
-        if not np.isfinite(logprobs).all():
-            self._fail(sequence)
-            return
         num_new = sequence.extend(tokens, logprobs, self.version)
         sequence.num_cached = sequence.num_tokens - 1
         if sequence.request.key.stream == "train":
