@@ -17,6 +17,7 @@ from headway.config import Config
 from headway.errors import ConfigError
 from headway.record.log import EVENTS_NAME, is_being_written
 from headway.record.run import Run
+from headway.tasks.prompts import MixedStream, PromptStream, stream_of
 from headway.types import Prompt
 
 _FIXED_SECTIONS = {"model", "task", "tasks", "sampling", "staleness"}
@@ -51,6 +52,7 @@ def claim(directory: Path, config: Config, prompts: list[Prompt], resume: bool, 
     run = check(directory, config, resume, overwrite)
     if resume:
         _check_rows(directory, prompts, run)
+        _check_order(directory, stream_of(prompts, config.named_tasks, config.run.seed), run)
     elif run.began:
         for name in (*_RUN_FILES, EVENTS_NAME):
             path = directory / name
@@ -103,6 +105,19 @@ def _check_rows(directory: Path, prompts: list[Prompt], run: Run) -> None:
             f"the rows of the run in {directory} were edited or reordered since it was begun; restore them or change "
             "run.dir"
         )
+
+
+def _check_order(directory: Path, stream: PromptStream | MixedStream, run: Run) -> None:
+    """That every group has the row that the stream gave it, or that of the group it repeats."""
+    position = 0
+    for number, group in enumerate(run.groups):
+        row = stream[position].index if group.repeats is None else run.groups[group.repeats].prompt
+        position += group.repeats is None
+        if group.prompt != row:
+            raise ConfigError(
+                f"the event log of {directory} is damaged: group {number} was admitted with row {group.prompt}, and "
+                f"the order of the rows gives it row {row}; restore {EVENTS_NAME} from a copy"
+            )
 
 
 def identity(config: Config) -> str:

@@ -12,6 +12,7 @@ from headway.config import Config, WeightsSection
 from headway.control.mps import side_by_side
 from headway.engine.protocol import Engine
 from headway.errors import CAUSE, ConfigError, WorkerDied, translated
+from headway.record.log import EVENTS_NAME
 from headway.runtime.handle import with_deadline
 from headway.runtime.inline import InlineRuntime
 from headway.runtime.local import LocalRuntime
@@ -29,9 +30,13 @@ _KV_SHARE, _SHARED_KV_SHARE = 0.8, 0.3
 
 
 def make_private(directory: Path) -> None:
-    """Create the run directory for its owner alone: it will hold prompts, completions and weights."""
+    """The run directory is its owner's alone: it will hold prompts, completions and weights. One that was there is made
+    so if it holds nothing but a run."""
     with translated(OSError, ConfigError, f"cannot make the run directory {directory}: {CAUSE}; check run.dir"):
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        is_own = not any(directory.iterdir()) or (directory / EVENTS_NAME).exists()
+        if is_own and directory.stat().st_mode & 0o077:
+            directory.chmod(0o700)
 
 
 @asynccontextmanager

@@ -79,6 +79,19 @@ def test_20_rows_that_were_reordered_are_noticed_at_resume(tmp_path: Path, tiny_
         run_inline(make_config(tmp_path, tiny_model, task=task, run={"steps": 2}), resume=True)
 
 
+def test_20_a_row_that_was_changed_in_the_log_is_noticed_at_resume(
+    tmp_path: Path, one_step: Path, tiny_model: str
+) -> None:
+    config = copied(one_step, tmp_path, tiny_model)
+    log = tmp_path / "run" / "events.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    admitted = next(event for event in events if event["kind"] == "admitted" and event["group"] == 1)
+    admitted["prompt"] = (admitted["prompt"] + 1) % 25
+    log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    with pytest.raises(ConfigError, match=f"group 1 was admitted with row {admitted['prompt']}, and the order of the"):
+        run_inline(config, resume=True)
+
+
 def test_20_a_checkpoint_newer_than_the_log_is_never_loaded(tmp_path: Path, tiny_model: str) -> None:
     config = make_config(tmp_path, tiny_model, task={"eval": ""}, checkpoint={"every": 1}, run={"steps": 8})
     run_inline(config)

@@ -130,16 +130,25 @@ def test_a_run_in_processes_finishes_leaves_none_behind_and_everything_adds_up(t
     check_results(config, run.events())
 
 
-def test_a_run_directory_is_its_owners_alone_whichever_command_made_it(tmp_path: Path, tiny_model: str) -> None:
+def test_24_a_run_directory_is_its_owners_alone_whoever_made_it(tmp_path: Path, tiny_model: str) -> None:
     async def modes(config: Config) -> list[int]:
         directory = Path(config.run.dir)
         async with open_runtime(config, directory):
             return [stat.S_IMODE(path.stat().st_mode) for path in (directory.parent, directory)]
 
     config = make_config(tmp_path, tiny_model, run={"runtime": "local", "dir": str(tmp_path / "runs" / "new")})
+    run = Path(config.run.dir)
     before = os.umask(0o022)
     try:
         assert asyncio.run(modes(config)) == [0o755, 0o700]
+        shutil.rmtree(run)
+        for name, expected in (("", 0o700), ("events.jsonl", 0o700), ("thesis.txt", 0o777)):
+            run.mkdir()
+            run.chmod(0o777)
+            if name:
+                (run / name).touch()
+            assert asyncio.run(modes(config)) == [0o755, expected], name
+            shutil.rmtree(run)
     finally:
         os.umask(before)
 
