@@ -431,6 +431,7 @@ def names_cause(scenario: Scenario, cause: str) -> bool:
         "server": "engine|server",
         "driver": "ray|Ray|worker",
         "keeper": "rollout",
+        "reward": "reward|verifier",
         "verifier": "reward|verifier",
     }.get(scenario.victim, scenario.victim)
     return re.search(words, cause) is not None

@@ -99,6 +99,8 @@ def test_a_cause_that_names_somebody_else_is_none() -> None:
     assert names_cause(scenario, "error: cannot write events.jsonl: No space left on device")
     assert not names_cause(scenario, "error: engine was lost more than 5 times")
     assert not names_cause(scenario, "")
+    outage = dataclasses.replace(scenario, victim="reward", fault="outage")
+    assert names_cause(outage, "error: all trajectories failed, the last with 'verifier: judge.py:score: raised'")
 
 
 # What a verdict finds
