@@ -43,6 +43,7 @@ def make_private(directory: Path) -> None:
 async def open_runtime(config: Config, directory: Path) -> AsyncIterator[Runtime]:
     """The configured runtime; every worker is ended when it is left, however it is left."""
     runtime: Runtime
+    logs, deadline_s, health_s = directory / "logs", config.run.deadline_s, config.supervise.health_s
     if config.run.runtime != "inline":
         make_private(directory)
     if config.run.runtime == "inline":
@@ -51,9 +52,9 @@ async def open_runtime(config: Config, directory: Path) -> AsyncIterator[Runtime
         torch.set_num_threads(max(config.engine.threads, config.trainer.threads))
         runtime = InlineRuntime()
     elif config.run.runtime == "ray":
-        runtime = RayRuntime(directory / "logs", config.run.deadline_s, config.ray.address, reservations(config))
+        runtime = RayRuntime(logs, deadline_s, config.ray.address, reservations(config), health_s)
     else:
-        runtime = LocalRuntime(directory / "logs", config.run.deadline_s)
+        runtime = LocalRuntime(logs, deadline_s, health_s)
     with side_by_side(config):
         try:
             yield runtime

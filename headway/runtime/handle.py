@@ -112,6 +112,25 @@ class Peer:
             timer.cancel()
             connection.forget(call)
 
+    async def open(self, spec: tuple[Any, ...], deadline_s: float, silence_s: float) -> None:
+        """The first call, which may take long; meanwhile the worker must give a sign of life within `silence_s`."""
+        opening = asyncio.ensure_future(self.call("open", spec, {}, deadline_s))
+        calls: set[asyncio.Future[Any]] = {opening}
+        try:
+            while not opening.done():
+                sign = asyncio.ensure_future(self.call("is_alive", (), {}, silence_s))
+                calls = {opening, sign}
+                await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+                if sign.done() and isinstance(sign.exception(), DeadlineExceeded) and not opening.done():
+                    sentence = f"worker {self.name} gave no sign of life for {silence_s:g} s while it started"
+                    raise DeadlineExceeded(f"{sentence}; see {self.log}")
+                await asyncio.wait({opening}, timeout=silence_s / 4)
+            await opening
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
     async def stream(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], deadline_s: float
     ) -> AsyncGenerator[Any, None]:

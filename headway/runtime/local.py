@@ -56,10 +56,11 @@ class _Worker:
 
 
 class LocalRuntime:
-    """Standard output and error of worker NAME go to `log_dir`/NAME.log; `deadline_s` bounds each call."""
+    """Standard output and error of worker NAME go to `log_dir`/NAME.log; `deadline_s` bounds each call, and `silence_s`
+    how long a worker that starts may give no sign of life."""
 
-    def __init__(self, log_dir: Path, deadline_s: float) -> None:
-        self._log_dir, self._deadline_s = log_dir, deadline_s
+    def __init__(self, log_dir: Path, deadline_s: float, silence_s: float = 0.0) -> None:
+        self._log_dir, self._deadline_s, self._silence_s = log_dir, deadline_s, silence_s or deadline_s
         log_dir.mkdir(parents=True, exist_ok=True)
         short = None if len(tempfile.gettempdir()) < _MAX_DIRECTORY else "/tmp"
         self._named_in = log_dir / _SOCKETS_NAME
@@ -91,7 +92,7 @@ class LocalRuntime:
         spec = open_arguments(cls, args, threads)
         worker = await self._spawn(name, threads)
         try:
-            await worker.peer.call("open", spec, {}, self._deadline_s)
+            await worker.peer.open(spec, self._deadline_s, self._silence_s)
             if worker.ended.done():
                 raise worker.ended.result()
             worker.opened = True

@@ -68,9 +68,15 @@ class RayRuntime:
     """
 
     def __init__(
-        self, log_dir: Path, deadline_s: float, address: str = "", resources: Mapping[str, Resources] | None = None
+        self,
+        log_dir: Path,
+        deadline_s: float,
+        address: str = "",
+        resources: Mapping[str, Resources] | None = None,
+        silence_s: float = 0.0,
     ) -> None:
         check_ray()
+        self._silence_s = silence_s or deadline_s
         self._log_dir, self._deadline_s, self._address = log_dir, deadline_s, address
         self._resources = resources or {}
         self._local = LocalRuntime(log_dir, min(_CONNECT_S, deadline_s))
@@ -86,7 +92,7 @@ class RayRuntime:
         spec = open_arguments(cls, args, threads)
         worker = await self._place(name, threads)
         try:
-            await worker.peer.call("open", spec, {}, self._deadline_s)
+            await worker.peer.open(spec, self._deadline_s, self._silence_s)
             if worker.ended.done():
                 raise worker.ended.result()
             worker.opened = True

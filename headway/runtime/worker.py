@@ -39,7 +39,7 @@ class Service:
         self.tasks: set[asyncio.Task[None]] = set()
         self.unverified: dict[Connection, None] = {}  # oldest first
         self.closing = False
-        self.methods: dict[str, bool] = {"open": False}
+        self.methods: dict[str, bool] = {"open": False, "is_alive": False}
         self._object: Any = self
 
     def method(self, name: str) -> Any:
@@ -49,13 +49,16 @@ class Service:
         """Import and construct; from here on the calls are the object's."""
         sys.path[:] = python_path
         module, _, qualified_name = class_path.partition(":")
-        cls: Any = importlib.import_module(module)
+        cls: Any = await offload(importlib.import_module, module)  # for seconds, in which signs of life are sent
         for part in qualified_name.split("."):
             cls = getattr(cls, part)
         worker = await offload(_construct, cls, threads, args)
         if hasattr(worker, "open"):
             await worker.open()
         self._object, self.methods = worker, remote_methods(cls)
+
+    async def is_alive(self) -> None:
+        """While it opens; afterwards the object's own methods are called."""
 
     async def close(self) -> None:
         self.closing = True

@@ -5,10 +5,18 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from headway.errors import ConfigError, RequestRefused
+
+
+class StopsItself:
+    """Does not get through its constructor."""
+
+    def __init__(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Probe:
@@ -151,3 +159,13 @@ class Stubborn:
 
     async def pid(self) -> int:
         return os.getpid()
+
+
+class SlowToOpen(Probe):
+    """Its constructor computes, and the event loop is told of it by nobody."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
