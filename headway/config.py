@@ -133,6 +133,7 @@ class RolloutSection(Section):
 class RewardSection(Section):
     workers: int = Field(1, ge=1, le=256, description="verifier processes")
     deadline_s: float = Field(10.0, gt=0, description="a verifier running longer than this is killed, in seconds")
+    memory_gb: float = Field(0.0, ge=0, description="memory of a verifier process; 0 divides half the machine's")
     retries: int = Field(1, ge=0, le=10, description="how often a verifier that broke is asked again")
     on_error: Literal["drop", "zero"] = Field(
         "drop",

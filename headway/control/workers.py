@@ -102,7 +102,8 @@ class Fleet:
         from headway.tasks.scoring import specification
 
         verifiers = specification(self._config.named_tasks)
-        return await self._runtime.start("reward", RewardPool, verifiers, self._config.reward)
+        section, health_s = self._config.reward, self._config.supervise.health_s
+        return await self._runtime.start("reward", RewardPool, verifiers, section, health_s)
 
     async def start_trainer(self) -> "RankedTrainer":
         self._trainer = await start_trainer(self._runtime, self._config, self._worst_staleness)

@@ -34,7 +34,8 @@ from headway.tasks.scoring import title
 from headway.types import EXCEEDED, UNSCORED, Verdict
 
 START_DEADLINE_S = 60.0
-"""For a new child to import the verifier, and for an idle one to take up a call."""
+"""For a new child to import the verifier."""
+_LEAST_MEMORY = 4 << 30
 END_DEADLINE_S = 5.0
 """For a guardian to kill its worker and all that this one started."""
 
@@ -44,7 +45,7 @@ _COMPUTED_SHARE = 0.5
 _LEAST_EXTENSION_S = 0.05
 _EXCEEDED, _DEADLINE, _DIED, _START, _REQUEST = "exceeded", "deadline", "died", "start", "request"
 _KINDS = (RAISED, NOT_A_SCORE, _EXCEEDED, _DEADLINE, _DIED, _START, _REQUEST)
-_BOOT = "import sys; sys.path[:] = sys.argv[4:]; from headway.rollout.reward_process import main; main()"
+_BOOT = "import sys; sys.path[:] = sys.argv[5:]; from headway.rollout.reward_process import main; main()"
 
 
 class _Broken(Exception):
@@ -57,9 +58,11 @@ class _Broken(Exception):
 
 class RewardPool:
     """Runs the verifiers of a specification (`tasks.scoring`), or the one that a bare reference names, on texts in
-    `section.workers` processes. Open it first, close it last."""
+    `section.workers` processes; one that does not take up a text within `health_s` is replaced. Open it first, close it
+    last."""
 
-    def __init__(self, verifiers: str, section: RewardSection) -> None:
+    def __init__(self, verifiers: str, section: RewardSection, health_s: float = 30.0) -> None:
+        self._health_s = health_s
         self._specification, self._reference = verifiers, title(verifiers)
         self._section = section
         self._places: asyncio.Queue[_Child | None] = asyncio.Queue()
@@ -149,7 +152,7 @@ class RewardPool:
 
     async def _start(self) -> "_Child":
         with translated(OSError, partial(_Broken, _START), f"its process could not be created: {CAUSE}"):
-            child = _Child(self._specification)
+            child = _Child(self._specification, self._section, self._health_s)
         self._children.add(child)
         try:
             await child.get_ready()
@@ -166,16 +169,23 @@ class RewardPool:
         ending.add_done_callback(self._endings.discard)
 
 
+def _memory(section: RewardSection) -> int:
+    """Bytes that one verifier may use: without the knob all of them share half of the machine's, but 4 GB is little."""
+    if section.memory_gb:
+        return int(section.memory_gb * (1 << 30))
+    return max(_LEAST_MEMORY, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 // section.workers)
+
+
 class _Child:
     """The pool's end of one child: `waiting` says that it is ready for a call and owes no answer."""
 
-    def __init__(self, reference: str) -> None:
-        self.waiting = False
+    def __init__(self, reference: str, section: RewardSection, health_s: float) -> None:
+        self.waiting, self._health_s = False, health_s
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._socket, theirs = socket.socketpair()
         with theirs:
-            arguments = [str(theirs.fileno()), str(os.getpid()), reference, *sys.path]
+            arguments = [*map(str, (theirs.fileno(), os.getpid(), _memory(section))), reference, *sys.path]
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", _BOOT, *arguments],
                 stdin=subprocess.PIPE,
@@ -200,8 +210,8 @@ class _Child:
         assert self._writer is not None
         self.waiting = False
         self._writer.write(HEADER.pack(len(request)) + request)
-        if await self._hear(START_DEADLINE_S, _DIED) is None:
-            raise _Broken(_START, f"did not take up a text within {START_DEADLINE_S:g} s and was killed", killed=True)
+        if await self._hear(self._health_s, _DIED) is None:
+            raise _Broken(_START, f"did not take up a text within {self._health_s:g} s and was killed", killed=True)
         computed_s, queued = processor_s(self._process.pid), queued_s(self._process.pid)
         extra_s = 0.0
 

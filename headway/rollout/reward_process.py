@@ -15,6 +15,7 @@ Only light modules are imported here: the worker forks before numpy exists, and 
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import struct
@@ -34,14 +35,16 @@ _LONGEST_SENTENCE = 500
 
 
 def main() -> NoReturn:
-    """Become the guardian and its worker; arguments: the worker's descriptor, the pool's process id, the verifier."""
-    descriptor, pool, reference = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    """Become the guardian and its worker; arguments: the worker's descriptor, the pool's process id, the worker's
+    memory in bytes, the verifier."""
+    descriptor, pool, memory, reference = *map(int, sys.argv[1:4]), sys.argv[4]
     process_tree.adopt_orphans()
     guardian = os.getpid()
     worker = os.fork()
     if worker == 0:
         os.setpgid(0, 0)
         process_tree.set_death_signal(signal.SIGKILL, guardian)
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
         _serve_and_end(descriptor, reference)
     os.close(descriptor)
     with contextlib.suppress(ProcessLookupError):

@@ -14,6 +14,7 @@ import select
 import shutil
 import signal
 import socket
+import stat
 import sys
 import threading
 import warnings
@@ -28,6 +29,7 @@ from headway.runtime.handle import join_run, remote_methods
 from headway.runtime.process_tree import on_parent_death
 
 _PROOF_S = 60.0  # a client that has not proved by then that it has the token is disconnected
+_LONGEST_OUTPUT = 64 << 20  # bytes of a worker's log
 _MAX_UNVERIFIED = 1024  # clients that have not; one more disconnects the oldest
 
 
@@ -219,12 +221,23 @@ class Lifeline:
         return b""
 
 
+async def _bound_output() -> None:
+    """A log that became too long by what user code prints begins anew, lest it fill the disk."""
+    while stat.S_ISREG(os.fstat(1).st_mode):
+        if os.fstat(1).st_size > _LONGEST_OUTPUT:
+            os.ftruncate(1, 0)
+            os.write(1, f"more than {_LONGEST_OUTPUT >> 20} MiB of output were removed here\n".encode())
+        await asyncio.sleep(1.0)
+
+
 async def _serve(service: Service, lifeline: Lifeline, listener: socket.socket) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    bounding = loop.create_task(_bound_output())
     threading.Thread(target=lifeline.watch, args=(loop, stop), daemon=True).start()
     listen = loop.create_unix_server if channel.is_unix(service.address) else loop.create_server
     server = await listen(lambda: Connection(service), sock=listener, backlog=channel.BACKLOG)
     await stop.wait()
+    bounding.cancel()
     server.close()
     await service.close()
 

@@ -24,7 +24,7 @@ ROOMS: list[tuple[str, int]] = [
     # The modules and rooms of one level, and the most lines of Python they may have together. A module imports only
     # from levels above its own in this list, and from its own room.
     ("errors codec files trained_tokens types knobs section algorithm contradictions config starter", 2070),
-    ("runtime", 1920),
+    ("runtime", 1925),
     ("record", 1880),
     ("model", 1100),
     ("weights", 1300),
@@ -33,7 +33,7 @@ ROOMS: list[tuple[str, int]] = [
     ("engine", 5280),
     ("training", 3500),
     ("rollout", 3100),
-    ("control", 2960),
+    ("control", 2980),
     ("launch", 445),
     ("plan", 150),
     ("api", 250),

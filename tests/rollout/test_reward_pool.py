@@ -343,6 +343,37 @@ def test_closing_the_pool_fails_the_calls_that_wait(tmp_path: Path) -> None:
     assert stats["num_errors"] == 0
 
 
+def test_23_a_stopped_idle_verifier_is_replaced_within_health_s(tmp_path: Path) -> None:
+    (tmp_path / "echo.py").write_text("def verify(task, text):\n    return task['score']\n")
+
+    async def talk() -> Verdict:
+        pool = RewardPool(f"{tmp_path}/echo.py:verify", RewardSection(), health_s=0.5)
+        await pool.open()
+        try:
+            for child in psutil.Process().children(recursive=True):
+                child.suspend()
+            return await asyncio.wait_for(pool.verify({"score": 2.0}, ""), 30)
+        finally:
+            await pool.close()
+
+    assert asyncio.run(talk()).score == 2.0
+
+
+def test_23_a_verifier_that_takes_too_much_memory_fails_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "large.py").write_text("def verify(task, text):\n    return float(len(bytearray(task['bytes'])) > 0)\n")
+
+    async def talk() -> list[Verdict]:
+        pool = RewardPool(f"{tmp_path}/large.py:verify", RewardSection(memory_gb=0.5, retries=0))
+        await pool.open()
+        try:
+            return [await pool.verify({"bytes": num_bytes}, "") for num_bytes in (1 << 32, 1 << 20)]
+        finally:
+            await pool.close()
+
+    too_much, little = asyncio.run(asyncio.wait_for(talk(), 60))
+    assert "raised MemoryError at large.py:2" in too_much.error and (little.score, little.error) == (1.0, "")
+
+
 def test_when_the_pool_is_killed_its_children_and_theirs_end(tmp_path: Path) -> None:
     (tmp_path / "verifiers.py").write_text(VERIFIERS)
     pids = tmp_path / "pids"

@@ -460,6 +460,21 @@ def set_silence(runtime: Runtime, seconds: float) -> None:
     runtime._silence_s = seconds
 
 
+def test_23_what_user_code_prints_does_not_fill_the_disk(tmp_path: Path) -> None:
+    async def test(runtime: Runtime, probe: Probe) -> None:
+        log = tmp_path / "logs" / "probe.log"
+        await probe.write_to_output(65 << 20)
+        assert log.stat().st_size >= 65 << 20
+        async with asyncio.timeout(60):
+            while not 0 < log.stat().st_size < 1000:
+                await asyncio.sleep(0.05)
+        assert log.read_text() == "more than 64 MiB of output were removed here\n"
+        await probe.write_to_output(3)
+        assert log.read_text().endswith("here\nxxx")
+
+    with_probe(tmp_path, test)
+
+
 @LOCAL_AND_RAY
 def test_23_a_worker_that_stops_while_it_starts_is_found_long_before_its_deadline(tmp_path: Path, kind: str) -> None:
     async def test(runtime: Runtime, probe: Probe) -> None:

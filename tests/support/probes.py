@@ -44,6 +44,10 @@ class Probe:
     async def echo(self, value: Any, *, twice: bool = False) -> Any:
         return (value, value) if twice else value
 
+    async def write_to_output(self, num_bytes: int) -> None:
+        for start in range(0, num_bytes, 1 << 20):
+            os.write(1, b"x" * min(1 << 20, num_bytes - start))
+
     async def count(self, num: int) -> AsyncIterator[int]:
         for number in range(num):
             yield number
