@@ -405,8 +405,9 @@ class Controller:
             await self.saving.written()
         if self._evaluation is not None:
             await self._evaluation
-        await self.saving.set_aside()
-        await self._evaluate_alone("after")
+        if self.tasks.held_out:
+            await self.saving.set_aside()
+            await self._evaluate_alone("after")
         await self.engines.read_final_stats()
 
     async def _end_early(self) -> None:

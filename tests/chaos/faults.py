@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -224,8 +225,9 @@ def damage_checkpoint(run: Path, draw: int, torn: bool) -> str:
 def harm(scenario: Scenario, directory: Path, run: Path, alive: Callable[[], bool], health_s: float) -> str:
     """Do it; returns what was done. What lasts for a while goes on in a thread."""
     if (by := from_inside(scenario)) is not None:
+        fit = newest_fit(directory, run)
         done = _trigger(*by, scenario, directory, alive)
-        return _kill_after_memory(scenario, directory, run, alive) if scenario.fault == "memory" else done
+        return _kill_after_memory(scenario, directory, run, alive, fit) if scenario.fault == "memory" else done
     if scenario.fault in _AT_LENGTH:
         return _AT_LENGTH[scenario.fault](scenario, directory, run, alive)
     if scenario.moment:
@@ -345,14 +347,16 @@ def _log(run: Path) -> list[Event]:
 # In several acts
 
 
-def _kill_after_memory(scenario: Scenario, directory: Path, run: Path, alive: Callable[[], bool]) -> str:
+def newest_fit(directory: Path, run: Path) -> float:
+    """Into how many tokens the micro-batches of the newest training step fit; before the first, the config's."""
+    steps = [event for event in _log(run) if event.kind == "trained"]
+    configured = tomllib.loads((directory / "config.toml").read_text())["trainer"]["token_budget"]
+    return float(steps[-1].metrics["token_budget"] if steps else configured)
+
+
+def _kill_after_memory(scenario: Scenario, directory: Path, run: Path, alive: Callable[[], bool], fit: float) -> str:
     """Once training goes on in smaller micro-batches, the process that knows their size is killed."""
-
-    def goes_on() -> bool:
-        steps = [event for event in _log(run) if event.kind == "trained"]
-        return len({step.metrics.get("token_budget") for step in steps[-20:]}) > 1
-
-    _await(goes_on, alive)
+    _await(lambda: newest_fit(directory, run) < fit, alive)
     name = "controller" if scenario.draw % 2 else worker_name(scenario, "trainer")
     wait_for(lambda: _named(directory, name), alive).kill()
     return f"ran out of memory, killed {name}"

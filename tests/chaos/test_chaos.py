@@ -24,6 +24,7 @@ from chaos.faults import (
     from_inside,
     lost_worker,
     names_cause,
+    newest_fit,
     small_disk,
     tear,
     worker_name,
@@ -200,6 +201,18 @@ def test_damage_is_done_to_the_newest_slot_and_to_the_ends_of_files(
     tear(run)
     assert len(read(run / "events.jsonl")) == len(events_of(config)), "what is half-written is passed over"
     assert damage_checkpoint(tmp_path / "nothing", 1, torn=True) == ""
+
+
+def test_running_out_of_memory_in_the_first_step_is_seen_as_well_as_later(
+    played: tuple[Config, int], tmp_path: Path
+) -> None:
+    config, _ = played
+    log = tmp_path / "run" / "events.jsonl"
+    log.parent.mkdir()
+    (tmp_path / "config.toml").write_text(f"[trainer]\ntoken_budget = {2 * config.trainer.token_budget}\n")
+    assert newest_fit(tmp_path, log.parent) == 2 * config.trainer.token_budget
+    shutil.copy(Path(config.run.dir) / "events.jsonl", log)
+    assert newest_fit(tmp_path, log.parent) == config.trainer.token_budget
 
 
 def test_a_full_disk_takes_no_byte_more(tmp_path: Path) -> None:

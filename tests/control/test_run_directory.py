@@ -108,6 +108,7 @@ def test_29_a_run_that_never_trained_is_replaced_and_others_only_when_told(
     tmp_path: Path, one_step: Path, tiny_model: str
 ) -> None:
     config = copied(one_step, tmp_path, tiny_model)
+    assert not list(one_step.rglob("model-candidate")), "a run without evaluations has no candidate"
     with pytest.raises(ConfigError, match=r"already holds a run of 1 steps; add --resume .* --overwrite"):
         run_inline(config)
     log = tmp_path / "run" / "events.jsonl"
