@@ -367,7 +367,7 @@ class Play:
         code, scenario = self.process.process.wait(), verdict.scenario
         if code < 0:
             verdict.outcome = "killed"
-            if scenario.victim not in ("controller", "record", "checkpoint"):
+            if scenario.victim != "controller" and "killed controller" not in verdict.done:
                 verdict.problems.append(f"the controller ended by signal {-code}")
             return
         if code == 0:
