@@ -24,11 +24,16 @@ def test_5_a_signal_while_the_rows_are_read_ends_at_once_and_writes_nothing(
     tmp_path: Path, tiny_model: str, number: signal.Signals
 ) -> None:
     (tmp_path / "task.py").write_text(TASK + SIGNALLED.format(number=int(number)))
-    before = signal.getsignal(number)
+    handler = signal.signal(number, signal.SIG_DFL)
     config = make_config(tmp_path, tiny_model, task={"train": f"{tmp_path}/task.py:rows_of_an_impatient_person"})
-    with pytest.raises(RunFailed, match=r"^stopped while the model and the prompts were read; the run directory is"):
-        run_inline(config)
-    assert signal.getsignal(number) == before
+    try:
+        with pytest.raises(
+            RunFailed, match=r"^stopped while the model and the prompts were read; the run directory is"
+        ):
+            run_inline(config)
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, handler)
     assert not Path(config.run.dir).exists()
 
 

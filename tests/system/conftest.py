@@ -1,6 +1,7 @@
 """The command line in this process, and what it refuses before anything starts."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -17,12 +18,15 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     def run(*arguments: str | Path) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["headway", *map(str, arguments)])
         code, umask = 0, os.umask(0)
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         try:
             cli.main()
         except SystemExit as ended:
             code = int(ended.code or 0)
         finally:
             os.umask(umask)
+            for number, handler in handlers.items():  # a command that has ended ignores them, and so would later runs
+                signal.signal(number, handler)
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
