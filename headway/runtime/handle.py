@@ -113,7 +113,7 @@ class Peer:
             connection.forget(call)
 
     async def open(self, spec: tuple[Any, ...], deadline_s: float, silence_s: float) -> None:
-        """The first call, which may take long; meanwhile the worker must give a sign of life within `silence_s`."""
+        """The first call, which may take long; meanwhile the worker must answer health checks within `silence_s`."""
         opening = asyncio.ensure_future(self.call("open", spec, {}, deadline_s))
         calls: set[asyncio.Future[Any]] = {opening}
         try:
@@ -122,7 +122,7 @@ class Peer:
                 calls = {opening, sign}
                 await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
                 if sign.done() and isinstance(sign.exception(), DeadlineExceeded) and not opening.done():
-                    sentence = f"worker {self.name} gave no sign of life for {silence_s:g} s while it started"
+                    sentence = f"worker {self.name} answered no health check for {silence_s:g} s while it started"
                     raise DeadlineExceeded(f"{sentence}; see {self.log}")
                 await asyncio.wait({opening}, timeout=silence_s / 4)
             await opening

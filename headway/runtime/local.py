@@ -57,7 +57,7 @@ class _Worker:
 
 class LocalRuntime:
     """Standard output and error of worker NAME go to `log_dir`/NAME.log; `deadline_s` bounds each call, and `silence_s`
-    how long a worker that starts may give no sign of life."""
+    how long a worker that starts may leave a health check unanswered."""
 
     def __init__(self, log_dir: Path, deadline_s: float, silence_s: float = 0.0) -> None:
         self._log_dir, self._deadline_s, self._silence_s = log_dir, deadline_s, silence_s or deadline_s

@@ -51,7 +51,7 @@ class Service:
         """Import and construct; from here on the calls are the object's."""
         sys.path[:] = python_path
         module, _, qualified_name = class_path.partition(":")
-        cls: Any = await offload(importlib.import_module, module)  # for seconds, in which signs of life are sent
+        cls: Any = await offload(importlib.import_module, module)  # for seconds, in which health checks are answered
         for part in qualified_name.split("."):
             cls = getattr(cls, part)
         worker = await offload(_construct, cls, threads, args)

@@ -38,7 +38,9 @@ def test_23_what_user_code_prints_does_not_fill_the_disk(tmp_path: Path) -> None
 def test_23_a_worker_that_stops_while_it_starts_is_found_long_before_its_deadline(tmp_path: Path, kind: str) -> None:
     async def test(runtime: Runtime, probe: Probe) -> None:
         set_silence(runtime, 1.0)
-        with pytest.raises(DeadlineExceeded, match=r"^worker late gave no sign of life for 1 s while it started; see "):
+        with pytest.raises(
+            DeadlineExceeded, match=r"^worker late answered no health check for 1 s while it started; see "
+        ):
             await asyncio.wait_for(runtime.start("late", StopsItself), 30)
         set_silence(runtime, 30.0)
         again = await runtime.start("late", Probe)
@@ -49,7 +51,7 @@ def test_23_a_worker_that_stops_while_it_starts_is_found_long_before_its_deadlin
 
 @pytest.mark.slow
 @LOCAL_AND_RAY
-def test_23_a_worker_that_computes_while_it_starts_gives_signs_of_life(tmp_path: Path, kind: str) -> None:
+def test_23_a_worker_that_computes_while_it_starts_answers_health_checks(tmp_path: Path, kind: str) -> None:
     async def test(runtime: Runtime, probe: Probe) -> None:
         set_silence(runtime, 8.0)
         slow = await runtime.start("slow", SlowToOpen, 10.0)

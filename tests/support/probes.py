@@ -166,7 +166,7 @@ class Stubborn:
 
 
 class SlowToOpen(Probe):
-    """Its constructor computes, and the event loop is told of it by nobody."""
+    """Its constructor computes for some seconds."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()

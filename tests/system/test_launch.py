@@ -130,7 +130,7 @@ def test_a_run_in_processes_finishes_leaves_none_behind_and_everything_adds_up(t
     check_results(config, run.events())
 
 
-def test_24_a_run_directory_is_its_owners_alone_whoever_made_it(tmp_path: Path, tiny_model: str) -> None:
+def test_24_a_run_directory_is_private_whether_new_or_not(tmp_path: Path, tiny_model: str) -> None:
     async def modes(config: Config) -> list[int]:
         directory = Path(config.run.dir)
         async with open_runtime(config, directory):
