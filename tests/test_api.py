@@ -1,6 +1,7 @@
 """`headway.train`, `load_run` and `generate`, from scripts, from notebooks, and on runs that were never trained."""
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -126,7 +127,7 @@ def test_groups_are_those_of_the_step_with_texts_rewards_and_staleness(recorded:
     assert (first.row, first.prompt, first.trajectories[0].text) == (2, "what is 2?", "the answer is 2")
     assert first.trajectories[0].versions == (0, 1) and first.trajectories[0].stops == ("stop",)
     assert [group.id for group in run.groups()] == [0, 1, 2, 3, 4]
-    assert run.group(4).state == "waiting" and run.group(4).failures == ("verifier: down",)
+    assert run.group(4).state == "waiting" and run.group(4).failures == {2: "verifier: down"}
     with pytest.raises(HeadwayError, match="has no training step 3; it has 2"):
         run.groups(step=3)
     with pytest.raises(HeadwayError, match="has no group 5; it admitted 5"):
@@ -153,6 +154,18 @@ def test_hostile_text_is_escaped_by_repr_and_by_a_notebooks_table(recorded: Reco
     assert run.group(4).trajectories[0].text == hostile
     assert "\x1b" not in repr(run.group(4)) and "\u202e" not in repr(run.group(4))
     assert "<script" not in run.completions().tail(2)._repr_html_() and "&lt;script&gt;" in shown
+    table = run.completions().tail(2)
+    assert table.completion.iloc[0] == hostile
+    for picture in (
+        repr(table),
+        repr(table.completion),
+        table._repr_html_(),
+        repr(run.tokens(4)),
+        str(table[["group"]]),
+    ):
+        assert not {"\x1b", "\u202e"} & set(picture), picture
+    assert r"\x1b[31m\u202e" in repr(table.completion)
+    assert pickle.loads(pickle.dumps(table)).equals(table)
 
 
 @pytest.mark.parametrize(

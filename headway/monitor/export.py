@@ -15,6 +15,7 @@ import xxhash
 from headway import __version__
 from headway.errors import CAUSE, HeadwayError, translated
 from headway.monitor.reader import RunReader
+from headway.monitor.text import figure
 
 CARD_NAME = "README.md"
 CONFIG_NAME = "headway_config.json"
@@ -85,7 +86,7 @@ def model_card(run: RunReader, version: int | None) -> str:
         "version of these weights": verified,
         "groups per step, trajectories per group": "{}, {}".format(*sizes),
         "staleness bound η": str(config["staleness"]["max_staleness"]),
-        "staleness observed, mean and max": f"{summary.staleness_mean}, {summary.staleness_max}",
+        "staleness observed, mean and max": f"{figure(summary.staleness_mean)}, {figure(summary.staleness_max)}",
         "learning rate": str(config["trainer"]["lr"]),
         "algorithm": _code(str(config["algorithm"].get("preset") or config["algorithm"].get("objective", ""))),
         "sampling temperature": str(config["sampling"]["temperature"]),

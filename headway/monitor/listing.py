@@ -13,7 +13,7 @@ from rich.text import Text
 from headway.errors import HeadwayError
 from headway.monitor.reader import Prompted, RunReader, flattened
 from headway.monitor.report import SUMMARY_FILE
-from headway.monitor.text import clean, duration, figure, printable, share
+from headway.monitor.text import ago, clean, duration, figure, printable, share
 from headway.record.log import EVENTS_NAME, is_being_written
 
 TEXT_CHARACTERS = 2_000
@@ -48,7 +48,7 @@ def _group_lines(group: Prompted, whole: bool) -> Iterator[str]:
     yield from _indented(group.prompt, whole)
     for one in sorted(group.trajectories, key=lambda one: -one.reward):
         parts = "".join(f", {clean(name, 40)} {value:g}" for name, value in one.components.items())
-        versions = "" if one.versions is None else f" · versions {one.versions[0]} to {one.versions[1]}"
+        versions = f" · version {' to '.join(map(str, dict.fromkeys(one.versions)))}" if one.versions else ""
         stop = one.stops[-1] if one.stops else "none"
         yield f"  #{one.index} reward {one.reward:g}{parts} · {one.length} tokens, ended by {stop}{versions}"
         yield from _indented(one.text, whole)
@@ -106,7 +106,7 @@ def runs_table(listed: Sequence[Listed], now: float | None = None) -> Table:
             one.status,
             f"{one.steps:,}",
             share(one.accuracy),
-            f"{duration(now - one.changed)} ago",
+            ago(now - one.changed),
         )
         table.add_row(*(Text(clean(cell)) for cell in cells))
     return table

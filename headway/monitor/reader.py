@@ -117,7 +117,6 @@ class RunReader:
 
         `seconds` counts the time the run ran. Accuracies stand at the step they were measured at, 0 before training.
         """
-        pandas = _pandas()
         rows: dict[int, dict[str, float]] = {}
         for measured in self.run.all(Evaluated):
             at = rows.setdefault(measured.version, {"seconds": self.run.clock.at(measured.time)})
@@ -126,9 +125,7 @@ class RunReader:
             event = step.event
             at = rows.setdefault(event.version, {})
             at |= {"seconds": self.run.clock.at(event.time), **step_point(step).scalars}
-        frame: DataFrame = pandas.DataFrame.from_dict(rows, orient="index").sort_index()
-        frame.index.name = "step"
-        return frame
+        return _frame(rows, index="step")
 
     def group_ids(self, step: int | None = None) -> list[int]:
         """Groups that training step `step` took (1 is the first); without a step, all that have finished."""
@@ -177,8 +174,7 @@ class RunReader:
 
     def completions(self, step: int | None = None) -> "DataFrame":
         """One row a trajectory of `groups(step)`: prompt, completion, reward, length, stop, versions; needs pandas."""
-        frame: DataFrame = _pandas().DataFrame(list(self.rows(step)))
-        return frame
+        return _frame(list(self.rows(step)))
 
     def held_out(self) -> "DataFrame":
         """One row a completion of every evaluation: version, problem, prompt, completion, reward; needs pandas."""
@@ -187,8 +183,7 @@ class RunReader:
             for problem in map(self.prompted, self.evaluation(number)):
                 about = {"version": event.version, "problem": problem.id, "prompt": problem.prompt}
                 rows += [about | {"completion": one.text, "reward": one.reward} for one in problem.trajectories]
-        frame: DataFrame = _pandas().DataFrame(rows)
-        return frame
+        return _frame(rows)
 
     def tokens(self, group: int, trajectory: int = 0) -> "DataFrame":
         """One row a token of a trajectory; needs pandas.
@@ -196,8 +191,7 @@ class RunReader:
         Its text, the version that sampled it, its log-prob under the behaviour, proximal and current policy, its
         importance weight, its advantage, and in `mask` why it was not trained; empty where it was.
         """
-        frame: DataFrame = _pandas().DataFrame(self.token_columns(group, trajectory))
-        return frame
+        return _frame(self.token_columns(group, trajectory))
 
     # What the viewer reads beside
 
@@ -293,7 +287,12 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def _pandas() -> Any:
+def _frame(rows: Any, index: str | None = None) -> "DataFrame":
+    """A table of rows, or of columns; with `index`, of rows by that column's values."""
     with translated(ImportError, HeadwayError, "tables need pandas: pip install 'headway-rl[view]'"):
-        import pandas
-    return pandas
+        from headway.monitor.tables import Frame
+    if index is None:
+        return Frame(rows)
+    frame = Frame(list(rows.values()), index=list(rows)).sort_index()
+    frame.index.name = index
+    return frame

@@ -23,6 +23,14 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def ago(seconds: float) -> str:
+    """How long ago, in one unit."""
+    for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{max(0.0, seconds):.0f} s ago"
+
+
 def number(value: float | None, spec: str) -> str:
     """A number of the log, where one that was not finite is null."""
     return "-".rjust(int(spec.split(".")[0] or 1)) if value is None else format(value, spec)
@@ -33,7 +41,9 @@ def share(value: float | None) -> str:
 
 
 def figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def sparkline(values: list[float], width: int) -> str:

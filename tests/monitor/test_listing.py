@@ -56,7 +56,7 @@ def show(run: RecordedRun, **options: object) -> str:
 def test_show_prints_the_last_steps_prompts_with_completions_and_rewards(recorded: RecordedRun) -> None:
     text = show(recorded, count=1)
     assert text.startswith("group 2 · prompt row 2 · trained · step 2 · staleness 1\n    what is 2?\n  #0 reward 1")
-    assert "the answer is 2" in text and "versions 0 to 1" in text and "step 2 has 1 more" in text
+    assert "the answer is 2" in text and "version 0 to 1" in text and "step 2 has 1 more" in text
     assert show(recorded, step=1, count=1).startswith("group 0 · ")
     assert show(recorded, group=1).startswith("group 1 · ")
     with pytest.raises(HeadwayError, match="has no training step 9"):
@@ -81,8 +81,8 @@ def test_runs_lists_the_latest_first_from_summary_or_log(recorded: RecordedRun, 
     os.utime(other / EVENTS_NAME, (2000, 2000))
     rows = shown(listing.runs_table(listing.runs(tmp_path), now=2060.0)).splitlines()[1:]
     assert [row.split()[1:] for row in rows] == [
-        ["finished", "7", "50.0%", "1:00", "ago"],
-        ["interrupted", "2", "–", "17:40", "ago"],
+        ["finished", "7", "50.0%", "60", "s", "ago"],
+        ["interrupted", "2", "–", "18", "min", "ago"],
     ]
     with pytest.raises(HeadwayError, match="there is no run in"):
         listing.runs(recorded.directory / "model")
