@@ -25,6 +25,8 @@ Parameters = Mapping[str, str]
 SEARCH_LIMIT = 2_000
 """Groups whose texts one search reads at most; the page says when there were more."""
 PREVIEW_CHARACTERS, QUESTION_CHARACTERS = 160, 60
+MOST_TOKENS = 50_000
+"""Of a trajectory that the page shows: of more elements it would be slow."""
 
 
 class Queries:
@@ -137,7 +139,11 @@ class Queries:
     def tokens(self, parameters: Parameters) -> dict[str, Any]:
         run, evaluation = self._run(parameters), parameters.get("evaluation")
         number, trajectory = int(parameters.get("group", "")), int(parameters.get("trajectory", ""))
-        return run.reader.token_columns(number, trajectory, int(evaluation) if evaluation else None)
+        columns = run.reader.token_columns(number, trajectory, int(evaluation) if evaluation else None)
+        total = len(columns["text"])
+        if total > MOST_TOKENS:
+            columns = {name: of[:MOST_TOKENS] if isinstance(of, list) else of for name, of in columns.items()}
+        return {**columns, "total": total}
 
     def questions(self, parameters: Parameters) -> dict[str, Any]:
         run = self._run(parameters)

@@ -206,7 +206,7 @@ def find_button(browser: Browser, text: str) -> Browser:
 
 def test_text_that_means_harm_is_shown_as_text_on_every_page(browser: Browser, tmp_path: Path) -> None:
     harm = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>\x1b[2J\u202e"
-    name = "<img src=x onerror=document.title='owned'>"
+    name = "<img src=x onerror=document.title='owned'>\x1b[31m\u202e"
     run = RecordedRun(tmp_path / name)
     write_tokenizer(tmp_path / name / "model")
     run.evaluate([False, True])

@@ -64,6 +64,11 @@ def test_tokens_carry_the_versions_and_log_probs_of_the_record(run: RecordedRun)
     assert tokens["reward"][sampled[-1]] == 1.0
 
 
+def test_of_a_very_long_trajectory_the_first_tokens_are_sent_with_their_number(run: RecordedRun) -> None:
+    tokens = asked(run, "tokens", group=run.finish_group(["a" * 60_000]), trajectory=0)
+    assert len(tokens["text"]) == len(tokens["version"]) == 50_000 and tokens["total"] > 60_000
+
+
 def test_tokens_carry_what_the_loss_saw_as_the_step_recorded_it(run: RecordedRun) -> None:
     run.train([run.finish_group(["0123456789", "xyz"]), run.finish_group(["ab"])])
     tokens = asked(run, "tokens", group=20, trajectory=0)

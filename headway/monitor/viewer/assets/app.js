@@ -2,7 +2,7 @@
 // The address after # is the whole state: #PAGE?run=0&step=12 …, so that every view is a link.
 
 import { get } from "./api.js";
-import { color, el, tip } from "./dom.js";
+import { color, el, tip, visible } from "./dom.js";
 import { configPage } from "./config_page.js";
 import { groupPage } from "./group_page.js";
 import { groupsPage } from "./groups_page.js";
@@ -46,6 +46,11 @@ export function runPicker(onchange) {
   if (state.runs.length < 2) return null;
   const options = state.runs.map((run, index) => el("option", { value: index, selected: index === chosenRun() }, run.name));
   return el("select", { "aria-label": "run", onchange: (event) => onchange(Number(event.target.value)) }, options);
+}
+
+async function readRuns() {
+  const { runs } = await get("runs");
+  state.runs = runs.map((run) => ({ ...run, name: visible(run.name), directory: visible(run.directory) }));
 }
 
 function drawHeader() {
@@ -101,7 +106,7 @@ async function follow() {
     await new Promise((done) => setTimeout(done, LIVE_EVERY_MS));
     if (document.hidden || !state.runs.some((run) => run.live)) continue;
     try {
-      state.runs = (await get("runs")).runs;
+      await readRuns();
       drawHeader();
       await refresh?.();
     } catch (error) {
@@ -112,7 +117,7 @@ async function follow() {
 
 async function start() {
   try {
-    state.runs = (await get("runs")).runs;
+    await readRuns();
   } catch (error) {
     return problem(error);
   }

@@ -16,7 +16,7 @@ export async function configPage(place, _query, signal) {
       several ? el("label", {}, box, " only knobs that differ") : null ?? "",
       listed.length ? el("div", { class: "scroll" }, el("table", { class: "diff" },
         el("thead", {}, el("tr", {}, ["knob", ...state.runs.map((run) => run.name)].map((name) => el("th", {}, name)))),
-        el("tbody", {}, listed.map((row) => el("tr", {}, el("td", {}, row.knob),
+        el("tbody", {}, listed.map((row) => el("tr", {}, el("td", {}, shown(row.knob)),
           row.values.map((value) => el("td", { class: row.differs ? "changed text" : "text" }, shown(value)))))))) : el("p", { class: "faint" }, "The configs are equal."),
     );
   };

@@ -56,13 +56,11 @@ function facts(tokens, index) {
   return rows;
 }
 
-const LONGEST_SHOWN = 50_000; // tokens: a page of more elements is slow
-
 function tokenView(tokens, wanted) {
   const box = el("div", { class: "tokens", role: "group", "aria-label": "tokens" });
   const parts = document.createDocumentFragment();
   let before = null;
-  tokens.text.slice(0, LONGEST_SHOWN).forEach((text, index) => {
+  tokens.text.forEach((text, index) => {
     if (tokens.turns[index]) {
       parts.append(el("span", { class: `turn ${tokens.sampled[index] ? "policy" : ""}` }, shown(tokens.turns[index])));
     }
@@ -80,7 +78,8 @@ function tokenView(tokens, wanted) {
       "data-index": index,
     }, whole.length > 2000 ? `${whole.slice(0, 2000)}… (${whole.length - 2000} characters more)` : whole));
   });
-  if (tokens.text.length > LONGEST_SHOWN) parts.append(el("p", { class: "faint" }, `… ${number(tokens.text.length - LONGEST_SHOWN)} tokens more`));
+  const left = tokens.total - tokens.text.length;
+  if (left) parts.append(el("p", { class: "faint" }, `… ${number(left)} tokens more`));
   box.append(parts);
   const point = (event) => {
     const index = event.target?.dataset?.index;
