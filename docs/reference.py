@@ -102,6 +102,8 @@ PYTHON = """# Python API
 ::: headway.api.generate
 
 ::: headway.monitor.reader.RunReader
+    options:
+      filters: ["!^_", "!^(texts|state|load|evaluation|problem|trained_tokens|token_columns|prompted)$"]
 
 ::: headway.monitor.reader.Prompted
 

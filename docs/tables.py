@@ -21,7 +21,7 @@ DOCUMENTS = (
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("performance", "learning", "scaling", "fault-tolerance", "verifiers", "vllm")
+        for name in ("performance", "learning", "scaling", "fault-tolerance", "verifiers", "viewer", "vllm")
     ),
 )
 _TABLE = re.compile(r"(<!-- table: (\w+)(?: of (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -328,6 +328,23 @@ def _met(yes: bool) -> str:
     return "" if yes else "missed"
 
 
+def viewer(record: Record) -> str:
+    figures = record["figures"]
+    rows = [["from the command to the page", f"{1000 * figures['command_to_page_s']:,.0f}", ""]]
+    rows += [
+        [name, f"{statistics.median(times):.0f}", f"{max(times):.0f}"] for name, times in figures["queries_ms"].items()
+    ]
+    size = f"{figures['steps']:,} steps, {figures['trajectories']:,} trajectories"
+    return table([size, "ms, median", "worst"], rows) + f"\n\n{source(record)}"
+
+
+def viewer_live(record: Record) -> str:
+    live = record["figures"]["live"]
+    shares = [f"{live['viewer_cpu_s']:.2f} s in {live['watched_s']:.0f} s", f"{live['share_of_all_cores']:.2%}"]
+    heads = ["a live run with the page open", "CPU time of the viewer", "of the machine's"]
+    return table(heads, [[f"`{live['config']}`", *shares]]) + f"\n\n{source(record)}"
+
+
 def verifiers(record: Record) -> str:
     rows = []
     for name in ("math_answer", "code"):
@@ -410,6 +427,8 @@ RENDERERS: dict[str, Callable[[Record], str]] = {
     "real_run": real_run,
     "learning": learning,
     "verifiers": verifiers,
+    "viewer": viewer,
+    "viewer_live": viewer_live,
     "verifiers_math": verifiers_math,
 }
 
