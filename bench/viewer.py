@@ -158,7 +158,7 @@ def follow(directory: Path, config: str, steps: int) -> Message:
         "config": config, "watched_s": watched_s, "viewer_cpu_s": cpu_s, "cores": cores,
         "share_of_all_cores": cpu_s / watched_s / cores,
         "tokens_per_s": {"watched": speeds[::2], "alone": speeds[1::2]},
-        "ratios": [watched / alone for watched, alone in zip(speeds[::2], speeds[1::2], strict=True)],
+        "ratios": [watched / alone for watched, alone in zip(speeds[::2], speeds[1::2], strict=True) if alone],
     }  # fmt: skip
 
 
