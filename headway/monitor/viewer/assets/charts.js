@@ -21,7 +21,7 @@ export function aligned(lines) {
 function tickTexts(ticks, unit) {
   const scale = unit === "%" ? 100 : 1;
   const gap = (ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : Math.abs(ticks[0]) || 1) * scale;
-  const digits = Math.min(6, Math.max(0, -Math.floor(Math.log10(gap) + 1e-9)));
+  const digits = [0, 1, 2, 3, 4, 5].find((places) => Math.abs(gap * 10 ** places - Math.round(gap * 10 ** places)) < 1e-6 * gap * 10 ** places) ?? 6;
   return ticks.map((tick) => {
     const value = tick * scale;
     if (value !== 0 && (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-4)) return value.toExponential(1);
