@@ -29,7 +29,7 @@ ROOMS: list[tuple[str, int]] = [
     ("model", 1100),
     ("weights", 1300),
     ("tasks", 4000),
-    ("monitor", 3900),
+    ("monitor", 3650),
     ("engine", 5280),
     ("training", 3500),
     ("rollout", 3100),
