@@ -9,10 +9,11 @@ from test_view import plain_lines
 
 from headway.config import MetricsSection
 from headway.errors import ConfigError
+from headway.monitor.metric_names import meaning
 from headway.monitor.metrics import Metrics, Point, check_tools, point_of
 from headway.monitor.rates import left_s, rates
 from headway.monitor.report import summarise
-from headway.record.events import Event, FailedTrajectory
+from headway.record.events import EtaChanged, Event, FailedTrajectory
 from headway.record.run import Run, fold
 from headway.types import StopReason
 
@@ -247,3 +248,10 @@ def test_an_engine_that_was_lost_is_in_no_rate():
     assert rates(fold(synthetic.events)).generated_per_s > 0
     synthetic.add("worker_lost", worker="engine-0", cause="killed", groups=())
     assert rates(fold(synthetic.events)).generated_per_s == 0
+
+
+def test_every_name_that_a_tool_is_sent_is_explained():
+    changed = EtaChanged(version=1, before=2, after=1, effective_sample_size=0.5, behaviour_kl=0.1)
+    sent = {tag for point in points([*finished_run(steps=6), changed]) for tag in point.scalars}
+    assert {"staleness/eta", "train/loss", "eval/accuracy"} <= sent
+    assert not [name for name in sent if meaning(name) is None]
