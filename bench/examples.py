@@ -19,7 +19,7 @@ def run(name: str, overrides: list[str]) -> None:
     headway = [sys.executable, "-m", "headway.cli"]
     config = f"configs/{name}.toml"
     if not Path(f"runs/{name}-warmup/model").is_dir():
-        subprocess.run([*headway, "sft", config], check=True)
+        subprocess.run([*headway, "sft", config, *overrides], check=True)
     if not Path(f"runs/{name}/summary.json").is_file():
         subprocess.run([*headway, "train", config, "--overwrite", *overrides], check=True)
 

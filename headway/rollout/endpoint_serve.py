@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from headway.config import EngineSection
 from headway.engine.protocol import Engine
@@ -29,7 +30,7 @@ class ServeSession:
         self._sampling = Sampling(max_tokens=context, stop_tokens=stop_tokens)
         self._numbers = itertools.count()
         self._seeds = random.SystemRandom()
-        self._turns: dict[tuple[int, int], asyncio.Lock] = {}
+        self._turns = WeakValueDictionary[tuple[int, int], asyncio.Lock]()  # gone with the last request of its seed
 
     def stop_at(self, *ids: int | list[int] | None) -> None:
         """End completions at these tokens."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -107,7 +108,7 @@ def test_streams_are_the_same_text_piece_by_piece_with_usage_and_an_end(tiny_mod
 
 def test_a_seed_repeats_a_request_and_none_does_not(tiny_model: str) -> None:
     async def scenario() -> None:
-        async with client_of(tiny_model) as (client, _, _):
+        async with client_of(tiny_model) as (client, endpoint, _):
 
             async def text(**settings: Any) -> str:
                 prompt = {"model": "tiny", "prompt": "1+1=", "max_tokens": 20}
@@ -116,6 +117,8 @@ def test_a_seed_repeats_a_request_and_none_does_not(tiny_model: str) -> None:
             one, two, other = await asyncio.gather(text(seed=7), text(seed=7), text(seed=8))
             assert one == two != other
             assert await text() != await text()
+            session: Any = endpoint.sessions[KEY]
+            assert not session._turns, "nothing is kept of a seed whose requests are answered"
 
     run(scenario)
 
@@ -242,6 +245,7 @@ def test_a_thousand_concurrent_requests_are_all_answered(tiny_model: str) -> Non
     async def scenario() -> None:
         engine = FakeEngine(mean_tokens=4.0, vocab_size=40)
         async with serving(tiny_model, engine) as endpoint:
+            before = len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))
             connector = aiohttp.TCPConnector(limit=0)
             headers = {"Authorization": f"Bearer {KEY}"}
             async with aiohttp.ClientSession(connector=connector, headers=headers) as http:
@@ -256,6 +260,9 @@ def test_a_thousand_concurrent_requests_are_all_answered(tiny_model: str) -> Non
                 statuses = await asyncio.gather(*map(one, range(1000)))
             assert statuses == [200] * 1000
             assert engine.num_running == 0
+            async with asyncio.timeout(20):
+                while (len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))) > before:
+                    await asyncio.sleep(0.01)
 
     run(scenario)
 
