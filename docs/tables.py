@@ -21,7 +21,7 @@ DOCUMENTS = (
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("performance", "learning", "scaling", "fault-tolerance", "verifiers", "viewer", "vllm")
+        for name in ("performance", "learning", "scaling", "fault-tolerance", "tasks", "verifiers", "viewer", "vllm")
     ),
 )
 _TABLE = re.compile(r"(<!-- table: (\w+)(?: of (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -378,9 +378,6 @@ def verifiers_math(record: Record) -> str:
             asked = count["asked"]
             shares = [f"{count[key]} ({count[key] / asked:.2%})" for key in ("headway_wrong", "math_verify_wrong")]
             rows.append([name, kind, str(asked), *shares])
-        still = found.get("still_wrong")
-        if still is not None:
-            rows.append([name, "the wrong ones, asked again after the last fixes", "", str(len(still)), ""])
     return table(["split", "written as", "asked", "Headway wrong", "math-verify wrong"], rows) + f"\n\n{source(record)}"
 
 
@@ -407,6 +404,35 @@ def _mean_and_range(shares: list[float]) -> str:
     return f"{text} ({min(shares):.1%} to {max(shares):.1%})" if max(shares) > min(shares) else text
 
 
+def examples(record: Record) -> str:
+    rows = []
+    for name, found in record["figures"].items():
+        first, last = (_with_interval(found["evaluations"][end]) for end in (0, -1))
+        rewards = [f"{statistics.fmean(part):.2f}" for part in (found["reward"][:5], found["reward"][-5:])]
+        used = [str(len(found["steps"])), f"{found['training_s'] / 60:.1f}"]
+        rows.append([f"`configs/{name}.toml`", first, last, *rewards, *used])
+    headings = ["", "held out before", "after", "reward, first 5 steps", "last 5", "steps", "minutes"]
+    load = record["hardware"]["load_average"][0]
+    note = f"The load average was {load:.0f}: other work took most of the processor."
+    return table(headings, rows) + f"\n\n{note if load > 4 else ''} {source(record)}"
+
+
+def _with_interval(found: Record) -> str:
+    low, high = found["interval"]
+    return f"{found['accuracy']:.2f} ({low:.2f}–{high:.2f})"
+
+
+def evaluation(record: Record) -> str:
+    rows = []
+    for name, found in record["figures"].items():
+        scores = [f"{found[who]:g} of {found['problems']}" for who in ("headway", "transformers")]
+        rows.append(
+            [name, str(found["problems"]), f"{found['equal']} ({found['equal'] / found['problems']:.1%})", *scores]
+        )
+    headings = ["benchmark", "problems", "equal token for token", "right: Headway", "right: transformers"]
+    return table(headings, rows) + f"\n\n{source(record)}"
+
+
 OF_SEVERAL: dict[str, Callable[[], str]] = {"goals": goals, "real_runs": real_runs}
 RENDERERS: dict[str, Callable[[Record], str]] = {
     "engine": engine,
@@ -430,6 +456,8 @@ RENDERERS: dict[str, Callable[[Record], str]] = {
     "viewer": viewer,
     "viewer_live": viewer_live,
     "verifiers_math": verifiers_math,
+    "examples": examples,
+    "evaluation": evaluation,
 }
 
 

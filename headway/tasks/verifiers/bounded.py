@@ -11,6 +11,7 @@ import os
 import resource
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -117,6 +118,8 @@ def _serve(function: Callable[..., Any], reading: int, writing: int, parent: int
         os.closerange(3, low)
         os.closerange(low + 1, high)
         os.closerange(high + 1, 4096)
+        # What a function prints goes nowhere; the files behind these may be among those just closed.
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         _limit_memory(memory_mb)
         if refusal := seccomp.install(seccomp.program(read_only=True)):
             send(writing, encode(["raised", f"the kernel takes no filter of system calls: {refusal}"]))

@@ -9,11 +9,13 @@ The answer is what is between the last `<answer>` tags, else the marked answer (
 the last line of the text.
 
 0.0 to 1.0: what the task's own `score_answer` says, in a process that is killed at a deadline (then 0.0), changes no
-file and reaches no network, because some tasks evaluate what they are given. 0.0, too, where scoring raises on the
+file and reaches no network. Some tasks evaluate what they are given as Python: here they get the value of plain
+expressions, and no code is run (`headway.tasks.verifiers.expressions`). 0.0, too, where scoring raises on the
 text but not on the reference answer. An error: the row names no task, or its own answer cannot be scored.
 """
 
 import re
+import sys
 from functools import lru_cache
 from typing import Any
 
@@ -21,14 +23,15 @@ from headway.errors import ConfigError, translated
 from headway.tasks.verifiers import Row, verifier
 from headway.tasks.verifiers.answers import find_answer, last
 from headway.tasks.verifiers.bounded import Bounded
+from headway.tasks.verifiers.expressions import evaluate, guard_sympy
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LONGEST = 20_000
 
 
 def names() -> list[str]:
-    """The tasks there are."""
-    return sorted(_package().factory.DATASETS)
+    """The tasks there are, but for `composite`, which is made of others by its settings."""
+    return sorted(_package().factory.DATASETS.keys() - {"composite"})
 
 
 def rows(task: str, size: int = 1000, seed: int = 0, **settings: Any) -> list[Row]:
@@ -45,7 +48,7 @@ def check_row(row: Row) -> str:
     place = row["gym"]
     if not isinstance(place, dict) or not {"task", "size", "seed", "settings", "index"} <= place.keys():
         return "the row's field gym is not what headway.tasks.verifiers.gym:rows makes"
-    return "" if place["task"] in names() else f"reasoning-gym has no task {place['task']!r}"
+    return "" if place["task"] in _package().factory.DATASETS else f"reasoning-gym has no task {place['task']!r}"
 
 
 def warm_up() -> None:
@@ -75,6 +78,8 @@ def answer_in(text: str) -> str | None:
 
 def _score(task: str, size: int, seed: int, settings: dict[str, Any], index: int, said: str) -> float:
     dataset = _dataset(task, size, seed, tuple(sorted(settings.items())))
+    vars(sys.modules[type(dataset).__module__])["eval"] = evaluate
+    guard_sympy()
     entry = dataset[index]
     try:
         return min(1.0, max(0.0, float(dataset.score_answer(said, entry))))

@@ -83,6 +83,7 @@ class Judge:
         if isinstance(question, list):
             question = "\n".join(str(message.get("content", "")) for message in question)
         reference = f"Reference answer:\n{row['answer']}\n\n" if "answer" in row else ""
+        text = text.encode("utf-8", "replace").decode()  # half a character is no reason for a server to refuse
         content = f"Question:\n{question}\n\n{reference}{fence}\n{text}\n{fence}"
         instructions = self._instructions.format(fence=fence, best=f"{self._best:g}")
         messages = [{"role": "system", "content": instructions}, {"role": "user", "content": content}]

@@ -20,6 +20,7 @@ from typing import Any
 from headway.tasks.verifiers import Row, verifier
 from headway.tasks.verifiers.answers import closing_brace, find_answer, last
 from headway.tasks.verifiers.bounded import Bounded, Exceeded
+from headway.tasks.verifiers.expressions import guard_sympy
 from headway.tasks.verifiers.number import plain_number, same
 
 DEADLINE_S = 2.0
@@ -62,7 +63,6 @@ _IMAGINARY = re.compile(r"(?<![a-zA-Z])i(?![a-zA-Z])")
 _SPACES = re.compile(r"(?<!\\)\\[ ,]")
 _THIN = re.compile(r"\\[,;:! ]")
 _WORDS = re.compile(r"[a-zA-Z][a-zA-Z\s,'.-]*")
-_NUMERAL = re.compile(r"\s*-?\s*(?:Integer|Float) \('?[\d.eE+-]+ ?'? ?\)\s*")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
@@ -195,23 +195,8 @@ def _percent(reference: str, given: str, one: Any, other: Any) -> bool:
 
 
 def _compare(reference: str, given: str) -> bool:
-    _keep_python_out()
+    guard_sympy()
     return _alike(_normal(reference), _normal(given))
-
-
-@cache
-def _keep_python_out() -> None:
-    """sympy reads a numeral by evaluating Python: here, numerals and nothing else."""
-    from sympy.parsing import sympy_parser
-
-    evaluate = sympy_parser.eval_expr
-
-    def only_numerals(code: str, *scopes: Any) -> Any:
-        if not _NUMERAL.fullmatch(code):
-            raise ValueError("a text is never evaluated as Python")
-        return evaluate(code, *scopes)
-
-    sympy_parser.eval_expr = only_numerals
 
 
 def _normal(text: str) -> str:
@@ -444,7 +429,7 @@ def _readable(reference: str) -> bool:
         known = plain_number(text) or _as_words(text) or _BASE.fullmatch(text)
         return bool(known) or _expression(text) is not None
 
-    _keep_python_out()
+    guard_sympy()
     return every(_normal(reference))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from headway.tasks.verifiers import check_row, math_answer
+from headway.tasks.verifiers import check_row, expressions, math_answer
 from headway.tasks.verifiers.bounded import Bounded
 from headway.tasks.verifiers.math_answer import verify
 
@@ -180,7 +180,7 @@ def test_no_text_is_evaluated_as_python() -> None:
     def read(text: str) -> str:
         import sympy
 
-        math_answer._keep_python_out()
+        expressions.guard_sympy()
         return str(sympy.sympify(text))
 
     bounded = Bounded(read, 5.0, prepare=math_answer._load)

@@ -119,6 +119,18 @@ def test_gym_rows_are_scored_by_their_own_rules() -> None:
         gym.rows("nothing")
 
 
+@pytest.mark.parametrize(
+    "task", ["spiral_matrix", "binary_matrix", "n_queens", "string_insertion", "countdown", "polynomial_multiplication"]
+)
+def test_no_text_runs_code_where_a_task_of_the_gym_evaluates_it(task: str) -> None:
+    (row,) = gym.rows(task, size=1, seed=5)
+    always = f"setattr(__import__('reasoning_gym').factory.DATASETS['{task}'][0], 'score_answer', lambda *_: 1.0)"
+    assert gym.verify(row, f"<answer>{always}</answer>") < 0.5
+    assert gym.verify(row, f"<answer>['1', {always}]</answer>") < 0.5
+    assert gym.verify(row, "<answer>wrong</answer>") < 0.5, "a text has changed the verifier for those after it"
+    assert gym.verify(row, f"<answer>{row['answer']}</answer>") == 1.0
+
+
 @pytest.mark.slow
 def test_every_task_of_the_gym_scores_its_own_answers() -> None:
     unscored = []
