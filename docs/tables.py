@@ -413,24 +413,13 @@ def examples(record: Record) -> str:
         rows.append([f"`configs/{name}.toml`", first, last, *rewards, *used])
     headings = ["", "held out before", "after", "reward, first 5 steps", "last 5", "steps", "minutes"]
     load = record["hardware"]["load_average"][0]
-    note = f"The load average was {load:.0f}: other work took most of the processor."
-    return table(headings, rows) + f"\n\n{note if load > 4 else ''} {source(record)}"
+    note = f"The load average was {load:.0f}: other work took most of the processor." if load > 4 else ""
+    return table(headings, rows) + f"\n\n{note} {source(record)}"
 
 
 def _with_interval(found: Record) -> str:
     low, high = found["interval"]
     return f"{found['accuracy']:.2f} ({low:.2f}–{high:.2f})"
-
-
-def evaluation(record: Record) -> str:
-    rows = []
-    for name, found in record["figures"].items():
-        scores = [f"{found[who]:g} of {found['problems']}" for who in ("headway", "transformers")]
-        rows.append(
-            [name, str(found["problems"]), f"{found['equal']} ({found['equal'] / found['problems']:.1%})", *scores]
-        )
-    headings = ["benchmark", "problems", "equal token for token", "right: Headway", "right: transformers"]
-    return table(headings, rows) + f"\n\n{source(record)}"
 
 
 OF_SEVERAL: dict[str, Callable[[], str]] = {"goals": goals, "real_runs": real_runs}
@@ -457,7 +446,6 @@ RENDERERS: dict[str, Callable[[Record], str]] = {
     "viewer_live": viewer_live,
     "verifiers_math": verifiers_math,
     "examples": examples,
-    "evaluation": evaluation,
 }
 
 
