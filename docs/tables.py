@@ -422,6 +422,16 @@ def _with_interval(found: Record) -> str:
     return f"{found['accuracy']:.2f} ({low:.2f}–{high:.2f})"
 
 
+def evaluation(record: Record) -> str:
+    rows = []
+    for name, found in record["figures"].items():
+        equal, problems = found["equal"], found["problems"]
+        right = [f"{found[who]:g}" for who in ("headway", "transformers")]
+        rows.append([name, str(problems), f"{equal} ({equal / problems:.1%})", str(found["tokens"]), *right])
+    headings = ["benchmark", "problems", "equal token for token", "tokens", "right: Headway", "right: transformers"]
+    return table(headings, rows) + f"\n\n{source(record)}"
+
+
 OF_SEVERAL: dict[str, Callable[[], str]] = {"goals": goals, "real_runs": real_runs}
 RENDERERS: dict[str, Callable[[Record], str]] = {
     "engine": engine,
@@ -446,6 +456,7 @@ RENDERERS: dict[str, Callable[[Record], str]] = {
     "viewer_live": viewer_live,
     "verifiers_math": verifiers_math,
     "examples": examples,
+    "evaluation": evaluation,
 }
 
 
