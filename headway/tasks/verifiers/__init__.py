@@ -5,8 +5,8 @@ text: the fields of the row it reads, a check that refuses a row it could never 
 
 `number` compares plain numbers; `math_answer` compares any mathematical answer by equivalence; `code` runs programs
 in a sandbox; `choice`, `match`, `schema` and `form` judge letters, strings, JSON and format; `judge` asks a language
-model; `gym` takes prompts and scores from reasoning-gym. `answers` finds the final answer in a text, and `bounded`
-runs one function in a process that is killed at its deadline.
+model; `gym` takes prompts and scores from reasoning-gym. `answers` finds the final answer in a text, `bounded` runs one
+function in a process that is killed at its deadline, and `expressions` evaluates no more of a text than numbers.
 """
 
 from collections.abc import Callable
