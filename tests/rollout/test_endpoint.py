@@ -231,7 +231,7 @@ def test_a_client_that_goes_away_has_its_request_aborted_in_the_engine(tiny_mode
                     asking.cancel()
             for _ in range(400):
                 stats = await engine.stats()
-                if not stats.running and not stats.waiting:
+                if not stats.running and not stats.waiting and not engine._streams:
                     break
                 await asyncio.sleep(0.01)
             assert stats.running == stats.waiting == 0
