@@ -365,8 +365,8 @@ def verifiers(record: Record) -> str:
     ]
     solutions = (
         f"Of MBPP's {mbpp['solutions']} reference solutions {mbpp['passed']} pass, and {mbpp['negated_failed']} fail "
-        f"with their first assert negated. The load average was {load:g} on {record['hardware']['cores']} cores: other "
-        "work took most of them, so the rates are what was left, and the last rate is what processor time allows."
+        f"with their first assert negated. The load average was {load:g} on {record['hardware']['cores']} cores when "
+        "it began, other work included; the last rate is what processor time alone allows."
     )
     return table(headings, rows) + f"\n\n{solutions}\n\n{source(record)}"
 
