@@ -193,6 +193,7 @@ class Sequence:
     loss_mask: Floats
     logprobs: Floats
     versions: Ints
+    roles: dict[int, str] = field(default_factory=dict)  # who said what begins at a token, after the prompt: user, tool
 
     def __post_init__(self) -> None:
         arrays = {"tokens": self.tokens, "versions": self.versions}
@@ -242,15 +243,14 @@ class Reward:
 
 @message
 class Trajectory:
-    """One episode: its sequences, its rewards, why each of its completions ended; `components` are the named parts
-    of its reward, before weighting, where the verifier names them."""
+    """One episode: its sequences, its rewards, and why each of its completions ended."""
 
     index: int
     sequences: tuple[Sequence, ...]
     rewards: tuple[Reward, ...]
     temperature: float
     stops: tuple[StopReason, ...]
-    components: dict[str, float] = field(default_factory=dict)
+    components: dict[str, float] = field(default_factory=dict)  # named parts of the reward, before weighting
 
     def __post_init__(self) -> None:
         for reward in self.rewards:

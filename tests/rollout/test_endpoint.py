@@ -389,6 +389,8 @@ def test_an_agents_calls_become_sequences_that_share_what_they_share(
     assert recorded == pytest.approx([-n / 100 for n in range(engine.num_sampled)]), "as the engine sampled them"
     assert all((s.versions[s.loss_mask == 1] != NOT_SAMPLED).all() for s in trajectory.sequences)
     assert trajectory.num_sampled == engine.num_sampled, "what branches share is counted once"
+    said = [list(sequence.roles.values()) for sequence in trajectory.sequences]
+    assert said == [["user"], ["policy, trained in an earlier sequence", "user"]]
 
 
 def test_an_agents_tool_calls_are_one_sequence_token_for_token(
@@ -404,6 +406,7 @@ def test_an_agents_tool_calls_are_one_sequence_token_for_token(
     assert trajectory.reward == 1.0 and len(trajectory.stops) == 2
     assert tokenizer.decode(sequence.tokens[sequence.loss_mask == 1].tolist()) == "call<eos>42<eos>"
     assert sequence.tokens[: len(engine.requests[1].tokens)].tolist() == engine.requests[1].tokens.tolist()
+    assert list(sequence.roles.values()) == ["tool"]
 
 
 def test_calls_in_a_history_reach_the_template_as_objects() -> None:

@@ -54,6 +54,8 @@ def test_turns_until_it_is_right_are_one_sequence_in_which_feedback_is_not_train
     sampled = sequence.versions != NOT_SAMPLED
     assert (sampled == (sequence.loss_mask == 1)).all()
     assert sequence.logprobs[sampled].tolist() == pytest.approx([-n / 100 for n in range(6)])
+    (place,) = sequence.roles
+    assert sequence.roles[place] == "user" and sampled[place - 1] and not sampled[place], "who said the feedback"
 
 
 def test_a_turn_cut_short_gets_its_end_from_the_template(tiny_model: str) -> None:
@@ -170,6 +172,7 @@ def test_tools_are_called_and_their_results_are_read_and_not_trained(
     (trajectory,) = group.trajectories
     assert prompts[0].startswith("tools multiply\nuser: 6*7")
     assert text_of(tiny_model, trajectory, True) == "call<eos>42<eos>"
+    assert list(trajectory.sequences[0].roles.values()) == ["tool"]
     assert trajectory.reward == 1.0
 
 

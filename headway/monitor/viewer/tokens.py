@@ -47,7 +47,7 @@ def _add(columns: dict[str, list[Any]], number: int, sequence: Sequence, texts: 
     columns["behaviour"] += [
         float(logprob) if known else None for logprob, known in zip(sequence.logprobs, sampled, strict=True)
     ]
-    columns["turns"] += _headings(number, sampled, several)
+    columns["turns"] += _headings(number, sampled, sequence.roles, several)
 
 
 def _add_trained(
@@ -75,10 +75,11 @@ def _add_trained(
     columns["mask"] += masks
 
 
-def _headings(number: int, sampled: Any, several: bool) -> list[str]:
+def _headings(number: int, sampled: Any, roles: dict[int, str], several: bool) -> list[str]:
     """A heading before each part of a sequence: text that was given, and what the policy wrote."""
     headings = [""] * len(sampled)
-    starts = [0, *(np.flatnonzero(np.diff(sampled.astype(np.int8))) + 1).tolist()]
+    changes = (np.flatnonzero(np.diff(sampled.astype(np.int8))) + 1).tolist()
+    starts = sorted({0, *changes, *roles})
     turn = 0
     for start in starts:
         if start < len(sampled):
@@ -86,5 +87,6 @@ def _headings(number: int, sampled: Any, several: bool) -> list[str]:
             turn += bool(sampled[start])
             many = len(starts) > 2
             name = f"policy, turn {turn}" if many else "policy"
-            headings[start] = branch + (name if sampled[start] else "prompt" if start == 0 else "environment or tool")
+            given = roles.get(start, "prompt" if start == 0 else "environment or tool")
+            headings[start] = branch + (name if sampled[start] else given)
     return headings

@@ -29,7 +29,7 @@ from headway.model.tokenizer import encode_prompt, render_chat
 from headway.rollout.endpoint import Endpoint
 from headway.rollout.endpoint_requests import ApiError, Call, Choice, prompt_tokens
 from headway.rollout.workflows import Episode, LimitReached, in_thread
-from headway.rollout.workflows.conversation import Growing, tokens_between
+from headway.rollout.workflows.conversation import Growing, roles_of, tokens_between
 from headway.tasks import imports
 from headway.types import Chat, Chunk, Completion, Ints, Reward, Sequence, Trajectory
 
@@ -42,6 +42,7 @@ class _Node:
     history: list[Any]  # the messages up to and with its own, in a form that compares
     tools: Any
     between: Ints  # what precedes the completion, after the parent's tokens
+    roles: str  # who said that; empty of a first call's prompt
     completion: Completion
     tokens: Ints  # all up to its end
 
@@ -103,8 +104,9 @@ class EpisodeSession:
         if call.messages is not None:
             history.append(_comparable(choice.message()))
         between = tokens[len(parent.tokens) :] if parent else tokens
+        roles = roles_of((call.messages or [])[len(parent.history) :]) if parent else ""
         whole = np.concatenate([tokens, choice.completion.tokens])
-        self._nodes.append(_Node(parent, history, call.tools, between, choice.completion, whole))
+        self._nodes.append(_Node(parent, history, call.tools, between, roles, choice.completion, whole))
         self.last_text = choice.text
 
     def reward(self, value: float) -> None:
@@ -131,9 +133,9 @@ class EpisodeSession:
         for leaf in (node for node in self._nodes if id(node) not in parents):
             growing = Growing.begin(np.empty(0, np.int32))
             for node in _path_to(leaf):
-                growing = growing.with_text(node.between)
+                growing = growing.with_text(node.between, node.roles)
                 if id(node) in places:  # sampled, trained and counted in an earlier sequence; here it is context
-                    growing = growing.with_text(node.completion.tokens)
+                    growing = growing.with_text(node.completion.tokens, "policy, trained in an earlier sequence")
                     continue
                 growing = growing.with_completion(node.completion)
                 places[id(node)] = len(sequences), max(0, len(growing.tokens) - 1)

@@ -13,7 +13,7 @@ prompt is plain text, and is never trained.
 """
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,16 +38,18 @@ class Growing:
     loss_mask: Floats
     logprobs: Floats
     versions: Ints
+    roles: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def begin(cls, prompt: Ints) -> "Growing":
         ints, floats = np.empty(0, np.int32), np.empty(0, np.float32)
         return cls(ints, floats, floats, ints).with_text(prompt)
 
-    def with_text(self, tokens: Ints) -> "Growing":
-        """Followed by tokens that no policy sampled."""
+    def with_text(self, tokens: Ints, role: str = "") -> "Growing":
+        """Followed by tokens that no policy sampled, and by whom they were said."""
         zeros = np.zeros(len(tokens), np.float32)
-        return self._join(tokens, zeros, zeros, np.full(len(tokens), NOT_SAMPLED, np.int32))
+        roles = self.roles | ({len(self.tokens): role} if role and len(tokens) else {})
+        return replace(self._join(tokens, zeros, zeros, np.full(len(tokens), NOT_SAMPLED, np.int32)), roles=roles)
 
     def with_completion(self, completion: Completion) -> "Growing":
         ones = np.ones(len(completion.tokens), np.float32)
@@ -57,7 +59,8 @@ class Growing:
         """Without the text at the end that nobody answered."""
         sampled = np.flatnonzero(self.versions != NOT_SAMPLED)
         end = sampled[-1] + 1 if len(sampled) else len(self.tokens)
-        return Growing(self.tokens[:end], self.loss_mask[:end], self.logprobs[:end], self.versions[:end])
+        roles = {place: role for place, role in self.roles.items() if place < end}
+        return Growing(self.tokens[:end], self.loss_mask[:end], self.logprobs[:end], self.versions[:end], roles)
 
     def _join(self, tokens: Ints, mask: Floats, logprobs: Floats, versions: Ints) -> "Growing":
         return Growing(
@@ -65,10 +68,11 @@ class Growing:
             np.concatenate([self.loss_mask, mask]),
             np.concatenate([self.logprobs, logprobs]),
             np.concatenate([self.versions, versions]),
+            self.roles,
         )
 
     def sequence(self) -> Sequence:
-        return Sequence(self.tokens, self.loss_mask, self.logprobs, self.versions)
+        return Sequence(self.tokens, self.loss_mask, self.logprobs, self.versions, self.roles)
 
 
 def tokens_between(
@@ -81,6 +85,11 @@ def tokens_between(
     # The token that ends a turn was sampled, or it was not; the template writes it in any case.
     ended = len(tokens) and len(last.tokens) and last.stop == StopReason.STOP and tokens[0] == last.tokens[-1]
     return tokens[1:] if ended else tokens
+
+
+def roles_of(messages: Messages) -> str:
+    """Who said them, each once: "tool", or "tool, user"."""
+    return ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
 
 
 class Conversation:
@@ -127,7 +136,7 @@ class Conversation:
     def say(self, text: str, role: str = "user") -> None:
         """Add a turn of somebody else, which is not trained."""
         if self._chat is None or not self._completions:
-            self._growing = self._growing.with_text(self._episode.tokens(text))
+            self._growing = self._growing.with_text(self._episode.tokens(text), role)
         else:
             self.add([{"role": role, "content": text}])
 
@@ -135,7 +144,7 @@ class Conversation:
         """Add turns of others as chat messages."""
         assert self._chat is not None and self._completions
         between = tokens_between(self._episode.tokenizer, self._chat, self._completions[-1], messages, self._tools)
-        self._growing = self._growing.with_text(between)
+        self._growing = self._growing.with_text(between, roles_of(messages))
 
     def reward(self, value: float) -> None:
         """Reward what was written so far, at its last token; the rewards of an episode add up."""

@@ -3,11 +3,13 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from recorded import RecordedRun, write_tokenizer
 
 from headway.errors import HeadwayError
 from headway.monitor.viewer.queries import Queries, merged
+from headway.monitor.viewer.tokens import _headings
 from headway.record.events import Phase
 
 HOSTILE = "<script>fetch('/')</script> \x1b[2J \u202eabc"
@@ -62,6 +64,15 @@ def test_tokens_carry_the_versions_and_log_probs_of_the_record(run: RecordedRun)
     assert tokens["behaviour"][sampled[0]] == pytest.approx(-0.1) and tokens["behaviour"][0] is None
     assert tokens["turns"][0] == "prompt" and tokens["turns"][sampled[0]] == "policy"
     assert tokens["reward"][sampled[-1]] == 1.0
+
+
+def test_turns_are_headed_by_the_roles_that_the_record_names() -> None:
+    sampled, roles = np.array([0, 0, 1, 1, 0, 0, 0, 1, 0], bool), {4: "tool", 6: "user"}
+    headings = _headings(0, sampled, roles, several=False)
+    shown = {place: heading for place, heading in enumerate(headings) if heading}
+    assert shown == {
+        0: "prompt", 2: "policy, turn 1", 4: "tool", 6: "user", 7: "policy, turn 2", 8: "environment or tool",
+    }  # fmt: skip
 
 
 def test_of_a_very_long_trajectory_the_first_tokens_are_sent_with_their_number(run: RecordedRun) -> None:
