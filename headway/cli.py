@@ -127,10 +127,13 @@ def train(
 
 
 def _train(loaded: "Config", resume: bool, overwrite: bool) -> None:
+    import psutil
+
     from headway import launch
     from headway.monitor.report import table
 
-    summary = _with_view(lambda view: launch.train(loaded, resume, view, overwrite))
+    started = psutil.Process().create_time()
+    summary = _with_view(lambda view: launch.train(loaded, resume, view, overwrite, started=started))
     _print(table(summary))
     directory = Path(loaded.run.dir)
     _print(f"{launch.saved_models(directory)}; curves: {directory / 'report.png'}")

@@ -14,12 +14,11 @@ import re
 import time
 from collections import Counter
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 
 from headway.config import SINGLE_TURN, Config
 from headway.control.interrupts import Stopping, interruptible, stoppable
@@ -73,6 +72,7 @@ class Prepared:
     sampling: Sampling
     eval_sampling: Sampling
     notes: list[str] = field(default_factory=list)
+    started: float = field(default_factory=time.time)  # when start-up began
 
     @property
     def stream(self) -> PromptStream | MixedStream:
@@ -222,13 +222,18 @@ def probe(prompts: list[Prompt], longest: int = _PROBE_TOKENS) -> tuple[Ints, ..
 
 
 async def train(
-    config: Config, resume: bool, view: View, overwrite: bool = False, stopping: Stopping | None = None
+    config: Config,
+    resume: bool,
+    view: View,
+    overwrite: bool = False,
+    stopping: Stopping | None = None,
+    started: float | None = None,
 ) -> Summary:
-    """A whole run, from nothing or from where it was interrupted."""
-    stopping = stopping or Stopping()
+    """A whole run, from nothing or from where it was interrupted; start-up is counted from `started`, or from now."""
+    started, stopping = started or time.time(), stopping or Stopping()
     directory = Path(config.run.dir)
     check(directory, config, resume, overwrite)
-    prepared = _read(config, view)
+    prepared = replace(_read(config, view), started=started)
     for note in prepared.notes:
         view.message(note)
     if not resume:
@@ -275,7 +280,7 @@ async def _run_to_the_end(prepared: Prepared, log: RunLog, run: Run, directory: 
 
     if run.began:
         resumed = ResumeStarted(
-            incarnation=len(run.clock.incarnations), hardware=hardware(), startup_s=seconds_since_exec()
+            incarnation=len(run.clock.incarnations), hardware=hardware(), startup_s=time.time() - prepared.started
         )
         log.append(resumed)
         await change_config(prepared.config, log, run, directory)
@@ -333,7 +338,7 @@ def _begin(prepared: Prepared, log: RunLog, directory: Path) -> None:
             num_prompts=len(prepared.prompts),
             worst_staleness=prepared.staleness().worst_staleness,
             config_hash=identity(prepared.config),
-            startup_s=seconds_since_exec(),
+            startup_s=time.time() - prepared.started,
             rows=fingerprint(prepared.prompts),
         )
     )
@@ -350,11 +355,6 @@ def _tasks(prepared: Prepared) -> "Tasks":
         sampling=prepared.sampling,
         eval_sampling=prepared.eval_sampling,
     )
-
-
-def seconds_since_exec() -> float:
-    """How long this process has run."""
-    return time.time() - psutil.Process().create_time()
 
 
 def hardware() -> dict[str, Any]:

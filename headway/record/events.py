@@ -45,7 +45,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
     num_prompts: int
     rows: str = ""  # fingerprint of the training rows, in order; empty: not taken
     worst_staleness: int | None  # None: without bound
-    startup_s: float = 0.0  # since the process began: imports, reading the model and the prompts
+    startup_s: float = 0.0  # imports, reading the model and the prompts; of `headway train`, since its process began
 
 
 class ResumeStarted(Event, frozen=True, kw_only=True):

@@ -86,9 +86,11 @@ def check_model(directory: Path, config: Config) -> None:
 
 def test_a_run_in_one_process_finishes_and_everything_adds_up(tmp_path: Path, tiny_model: str) -> None:
     config = make_config(tmp_path, tiny_model, evaluate={"every": 2}, rollout={"workers": 2})
+    began = time.time()
     _, seen = run_inline(config)
     events = events_of(config)
     check_results(config, events)
+    assert events[0].startup_s <= events[0].time - began + 0.1, "of this run, not of the process it was called from"
     assert {event.label for event in events if event.kind == "evaluated"} == {"before", "step", "after"}
     assert [event.version for event in events if event.kind == "checkpointed"] == [2, 4]
     assert "step 4/4" in seen and "run finished" in seen
@@ -127,7 +129,9 @@ def test_a_run_in_processes_finishes_leaves_none_behind_and_everything_adds_up(t
         assert "tokens by fate" in run.output
     for worker in ("engine", "trainer", "rollout-0", "rollout-1", "reward"):
         assert any(f"headway.runtime.worker {worker} " in name for name in names), names
-    check_results(config, run.events())
+    events = run.events()
+    check_results(config, events)
+    assert 0.5 < events[0].startup_s < DEADLINE_S, "with the imports of its process"
 
 
 def test_24_a_run_directory_is_private_whether_new_or_not(tmp_path: Path, tiny_model: str) -> None:
