@@ -147,7 +147,7 @@ def test_tokens_show_where_a_swap_happened(recorded: RecordedRun) -> None:
 
 def test_hostile_text_is_escaped_by_repr_and_by_a_notebooks_table(recorded: RecordedRun) -> None:
     hostile = "<script>alert(1)</script>\x1b[31m\u202e"
-    recorded.finish_group(texts=[hostile, hostile])
+    recorded.finish_group(texts=[hostile, hostile], asked=hostile)
     recorded.end()
     run = headway.load_run(recorded.directory)
     shown = repr(run.group(4)) + run.completions().tail(2)._repr_html_()

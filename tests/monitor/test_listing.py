@@ -64,7 +64,7 @@ def test_show_prints_the_last_steps_prompts_with_completions_and_rewards(recorde
 
 
 def test_hostile_and_endless_text_is_shown_as_text(recorded: RecordedRun) -> None:
-    recorded.finish_group(texts=[HOSTILE, "a" * 1_000_000], failure=HOSTILE)
+    recorded.finish_group(texts=[HOSTILE, "a" * 1_000_000], failure=HOSTILE, asked=HOSTILE)
     recorded.flush()
     text = show(recorded, group=4)
     assert "\x1b" not in text and "\u202e" not in text and r"\x1b31m\u202e" in text

@@ -98,7 +98,7 @@ class RecordedRun:
         self._log.write(encode(msgspec.structs.replace(event, seq=self._seq, time=self._time)))
         self._seq += 1
 
-    def finish_group(self, texts: list[str] | None = None, failure: str = "") -> int:
+    def finish_group(self, texts: list[str] | None = None, failure: str = "", asked: str = "") -> int:
         number, prompt = self.num_groups, self.num_groups % self.prompts
         self.num_groups += 1
         self.add(Admitted(group=number, prompt=prompt, eta=1, version=max(0, self.version - 1)))
@@ -106,7 +106,8 @@ class RecordedRun:
         texts = texts or [f"the answer is {prompt if good or index else 0}" for index in range(self.size)]
         versions = max(0, self.version - 1), self.version
         made = tuple(
-            trajectory(index, f"what is {prompt}?", text, float(good), versions) for index, text in enumerate(texts)
+            trajectory(index, asked or f"what is {prompt}?", text, float(good), versions)
+            for index, text in enumerate(texts)
         )
         failures = (Failure(len(made), failure, 3),) if failure else ()
         group = Group(number, prompt, 1, len(made) + len(failures), made, failures)

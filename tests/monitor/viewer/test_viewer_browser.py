@@ -210,7 +210,7 @@ def test_text_that_means_harm_is_shown_as_text_on_every_page(browser: Browser, t
     run = RecordedRun(tmp_path / name)
     write_tokenizer(tmp_path / name / "model")
     run.evaluate([False, True])
-    run.train([run.finish_group([harm, "a" * 1_000_000], failure=f"error in {harm}")])
+    run.train([run.finish_group([harm, "a" * 1_000_000], failure=f"error in {harm}", asked=f"{harm} what is 0?")])
     run.evaluate([True, True])
     run.finish_group([harm], failure=harm * 50_000)
     run.end()
@@ -228,6 +228,7 @@ def test_text_that_means_harm_is_shown_as_text_on_every_page(browser: Browser, t
             assert not {"\u202e", "\x1b"} & set(browser.execute_script("return document.body.textContent")), page
         go(browser, "group?group=0&trajectory=0")
         text = find(browser, ".tokens").text
+        assert "<script>" in find(browser, ".question").text, "the prompt"
         assert "<script>" in text and "⟨U+202E⟩" in text and "⟨U+001B⟩" in text
 
 
