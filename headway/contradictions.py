@@ -56,7 +56,7 @@ def of_sizes(config: Any) -> Iterator[str]:
     if named != ("auto",) and ({*named} - {*TRANSPORTS} or len({*named}) < len(named)):
         yield (
             f"weights.transport = {config.weights.transport} is neither auto nor some of "
-            f"{', '.join(TRANSPORTS)}, each once; set one of them"
+            f"{', '.join(TRANSPORTS[:-1])} and {TRANSPORTS[-1]}, each once; set one of them"
         )
 
 
