@@ -133,7 +133,7 @@ def prepare(config: Config, to_train: bool = True) -> Prepared:
 
 def _read(config: Config, view: View, to_train: bool = True) -> Prepared:
     sentence = "stopped while the model and the prompts were read; the run directory is as it was"
-    with phase(view.on_event, "reading the model and the prompts"), interruptible(sentence):
+    with interruptible(sentence), phase(view.on_event, "reading the model and the prompts"):
         return prepare(config, to_train)
 
 
@@ -278,16 +278,11 @@ async def _run_to_the_end(prepared: Prepared, log: RunLog, run: Run, directory: 
     from headway.control.controller import Controller
     from headway.control.resume import change_config, progress_from
 
-    if run.began:
-        resumed = ResumeStarted(
-            incarnation=len(run.clock.incarnations), hardware=hardware(), startup_s=time.time() - prepared.started
-        )
-        log.append(resumed)
-        await change_config(prepared.config, log, run, directory)
-    else:
-        _begin(prepared, log, directory)
+    _begin(prepared, log, run, directory)
     status, cause = "failed", ""
     try:
+        if run.is_resumed:
+            await change_config(prepared.config, log, run, directory)
         async with open_runtime(prepared.config, directory) as runtime:
             staleness = prepared.staleness()
             fleet = Fleet(runtime, prepared.config, staleness.worst_staleness)
@@ -328,7 +323,12 @@ def saved_models(directory: Path) -> str:
     return f"the model is in {directory / MODEL}{best}"
 
 
-def _begin(prepared: Prepared, log: RunLog, directory: Path) -> None:
+def _begin(prepared: Prepared, log: RunLog, run: Run, directory: Path) -> None:
+    """The first event of this process."""
+    startup_s = time.time() - prepared.started
+    if run.began:
+        log.append(ResumeStarted(incarnation=len(run.clock.incarnations), hardware=hardware(), startup_s=startup_s))
+        return
     plain = prepared.config.model_dump()
     (directory / "config.json").write_text(json.dumps(plain, indent=2))
     log.append(
@@ -338,7 +338,7 @@ def _begin(prepared: Prepared, log: RunLog, directory: Path) -> None:
             num_prompts=len(prepared.prompts),
             worst_staleness=prepared.staleness().worst_staleness,
             config_hash=identity(prepared.config),
-            startup_s=time.time() - prepared.started,
+            startup_s=startup_s,
             rows=fingerprint(prepared.prompts),
         )
     )
