@@ -13,7 +13,7 @@ Invariants that live here:
 
 import asyncio
 import time
-from contextlib import aclosing, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +142,9 @@ class RunningEpisode:
             while completion is None:
                 self._wait_for("an engine")
                 slot = await self._placement.slot()
-                async with slot.semaphore.slot(self._urgent):
+                # The limit is for training, which an evaluation preempts at the engine.
+                turn: AbstractAsyncContextManager[None] = nullcontext() if self._urgent else slot.semaphore.slot()
+                async with turn:
                     if not slot.serves:
                         continue
                     self._wait_for(slot.name)

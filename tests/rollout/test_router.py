@@ -240,6 +240,28 @@ def test_a_limit_holds_requests_back_and_lets_them_in_as_others_end(tiny_model: 
     run(scenario())
 
 
+def test_3_an_evaluation_does_not_wait_for_training_under_a_limit(tiny_model: str) -> None:
+    """The preemptions of an evaluation look like memory pressure, and the limit that follows is for training alone."""
+
+    class Stuck(FakeEngine):
+        async def generate(self, request: Request) -> AsyncIterator[Chunk | Completion]:
+            if not request.urgent:
+                await asyncio.Event().wait()
+            async for item in super().generate(request):
+                yield item
+
+    async def scenario() -> None:
+        worker = await make_worker(tiny_model)
+        await connect(worker, engine_0=Stuck(mean_tokens=4.0))
+        training = asyncio.create_task(worker.run(admission(0)))
+        await turns()
+        await worker.inform(0, {}, {"engine-0": 1})
+        assert (await worker.run(replace(admission(1), stream="eval@0"))).complete
+        training.cancel()
+
+    run(scenario())
+
+
 # Verdicts
 
 
