@@ -78,12 +78,13 @@ def _serve(descriptor: int, reference: str) -> None:
     _send(connection, greeting)
     if scorer is None:
         return
-    while request := _receive(connection):
-        _send(connection, [STARTED])
-        answer = _judge(scorer, *request)
-        _end_if_forked(worker)
-        process_tree.kill_children(spare)
-        _send(connection, answer)
+    with contextlib.suppress(ConnectionError):  # the pool has gone, and nobody waits for an answer
+        while request := _receive(connection):
+            _send(connection, [STARTED])
+            answer = _judge(scorer, *request)
+            _end_if_forked(worker)
+            process_tree.kill_children(spare)
+            _send(connection, answer)
 
 
 def _end_if_forked(worker: int) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,10 +14,12 @@ import psutil
 import pytest
 from reward_talk import VERIFIERS, errors_of, read_pids, run, wait_until_gone
 
+from headway import codec
 from headway.config import RewardSection
 from headway.errors import ConfigError, WorkerDied
 from headway.rollout import reward_pool
-from headway.rollout.reward_pool import RewardPool
+from headway.rollout.reward_pool import _BOOT, RewardPool
+from headway.rollout.reward_process import HEADER, SCORED
 from headway.types import EXCEEDED, UNSCORED, Verdict
 
 
@@ -329,6 +332,22 @@ def test_children_that_stop_starting_give_error_verdicts_and_no_hang(tmp_path: P
     verdicts, stats = run(tmp_path, "act", talk)
     assert all("RuntimeError at verifiers.py:1: gone bad" in verdict.error for verdict in verdicts)
     assert errors_of(stats) == {"died": 1, "start": 3}
+
+
+def test_a_verifier_whose_pool_has_gone_ends_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "last.py").write_text("def verify(task, text): return 1.0\n")
+    ours, theirs = socket.socketpair()
+    arguments = [str(theirs.fileno()), str(os.getpid()), str(4 << 30), f"{tmp_path}/last.py:verify", *sys.path]
+    command = [sys.executable, "-c", _BOOT, *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[theirs.fileno()]) as child:
+        theirs.close()
+        request = codec.encode(["", {}, b""])
+        ours.sendall(HEADER.pack(len(request)) + request)
+        while SCORED.encode() not in ours.recv(1 << 12, socket.MSG_PEEK):
+            time.sleep(0.01)
+        ours.close()  # with an answer unread, which resets the connection
+        assert child.stderr is not None and child.stderr.read() == b""
+        assert child.wait() == 0
 
 
 def test_closing_the_pool_fails_the_calls_that_wait(tmp_path: Path) -> None:
