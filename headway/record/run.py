@@ -243,9 +243,13 @@ class Run:
             _contradiction(event, f"group {group} is admitted before group {expected}, whose prompt is skipped")
         self.groups.append(GroupState(group, event.prompt, event.eta, event.version, event.repeats))
         if event.repeats is not None:
+            if event.repeats not in self.requeued:
+                _contradiction(event, f"group {group} repeats group {event.repeats}, which is not requeued")
             self.requeued.remove(event.repeats)
 
     def _on_requeued(self, event: events.Requeued) -> None:
+        if kept := [group for group in event.groups if group not in self.dropped]:
+            _contradiction(event, f"group {kept[0]} is requeued but was not dropped")
         self.requeued += event.groups
 
     def _on_finished(self, event: events.Finished) -> None:

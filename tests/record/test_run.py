@@ -170,6 +170,8 @@ def test_invariant_2_a_log_in_which_a_group_is_both_dropped_and_trained_is_refus
         ("group 4 is finished twice", "finished", {"group": 4}),
         ("group 1 is finished after it was taken for version 0", "finished", {"group": 1}),
         ("group 9 is dropped but was never admitted", "dropped", {"groups": (9,)}),
+        ("group 4 is requeued but was not dropped", "requeued", {"groups": (4,), "reason": "verifier: away"}),
+        ("group 6 repeats group 4, which is not requeued", "admitted", {"group": 6, "repeats": 4}),
         ("a second batch is taken for version 1", "taken", {"version": 1, "groups": (4,)}),
         ("a batch is taken for version 2 while the weights are at 1", "taken", {"version": 2, "groups": (4,)}),
         ("groups [2, 4] were not the batch taken for version 1", "trained", {"version": 2, "groups": (2, 4)}),
