@@ -22,7 +22,7 @@ import numpy as np
 
 from headway.config import SINGLE_TURN, Config
 from headway.control.interrupts import Stopping, interruptible, stoppable
-from headway.control.run_directory import BEST_MODEL, MODEL, check, claim, fingerprint, identity
+from headway.control.run_directory import BEST_MODEL, MODEL, check, claim, fingerprint, identity, plain
 from headway.control.staleness import StalenessControl, resolve_window
 from headway.control.workers import Fleet, make_private, open_runtime, start_trainer
 from headway.errors import CAUSE, ConfigError, HeadwayError, RunFailed, translated
@@ -329,11 +329,11 @@ def _begin(prepared: Prepared, log: RunLog, run: Run, directory: Path) -> None:
     if run.began:
         log.append(ResumeStarted(incarnation=len(run.clock.incarnations), hardware=hardware(), startup_s=startup_s))
         return
-    plain = prepared.config.model_dump()
-    (directory / "config.json").write_text(json.dumps(plain, indent=2))
+    recorded = plain(prepared.config)
+    (directory / "config.json").write_text(json.dumps(recorded, indent=2))
     log.append(
         RunStarted(
-            config=plain,
+            config=recorded,
             hardware=hardware(),
             num_prompts=len(prepared.prompts),
             worst_staleness=prepared.staleness().worst_staleness,

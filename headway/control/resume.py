@@ -75,7 +75,7 @@ async def change_config(config: Config, log: RunLog, run: Run, directory: Path) 
     if not found:
         return
     if run.num_trained and changes_arithmetic(found):
-        before = {**run.config, "run": config.run.model_dump(), "ray": config.ray.model_dump()}
+        before = {**run.config, "run": config.run, "ray": config.ray}
         slot, started = slot_for(len(run.all(Checkpointed))), time.time()
         async with open_runtime(config, directory) as runtime:
             with phase(log.append, "retraining with the knobs of the record"):

@@ -120,9 +120,14 @@ def _check_order(directory: Path, stream: PromptStream | MixedStream, run: Run) 
             )
 
 
+def plain(config: Config) -> dict[str, Any]:
+    """The config as its record holds it: dates and other values that JSON lacks are texts there."""
+    return config.model_dump(mode="json")
+
+
 def identity(config: Config) -> str:
     """A hash of the knobs that give the record its meaning."""
-    fixed = sorted((key, repr(value)) for key, value in _flat(config.model_dump()) if is_fixed(key))
+    fixed = sorted((key, repr(value)) for key, value in _flat(plain(config)) if is_fixed(key))
     return xxhash.xxh3_64_hexdigest(repr(fixed).encode())
 
 
@@ -132,7 +137,7 @@ def is_fixed(key: str) -> bool:
 
 def changes(recorded: dict[str, Any], config: Config) -> Changes:
     """Every knob that differs from the recorded one, with both values."""
-    before, now = dict(_flat(recorded)), dict(_flat(config.model_dump()))
+    before, now = dict(_flat(recorded)), dict(_flat(plain(config)))
     keys = [key for key in {**before, **now} if key != "run.dir" and before.get(key) != now.get(key)]
     return {key: (before.get(key), now.get(key)) for key in keys}
 
@@ -145,7 +150,7 @@ def changes_arithmetic(found: Iterable[str]) -> bool:
 def _flat(values: dict[str, Any]) -> Iterable[tuple[str, Any]]:
     for section, knobs in values.items():
         for knob, value in knobs.items():
-            yield f"{section}.{knob}", list(value) if isinstance(value, tuple) else value
+            yield f"{section}.{knob}", value
 
 
 def fingerprint(prompts: list[Prompt]) -> str:

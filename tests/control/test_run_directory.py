@@ -1,6 +1,7 @@
 """Which runs a directory may be resumed, replaced or refused for, and what a resume may change."""
 
 import asyncio
+import datetime
 import io
 import json
 import re
@@ -35,6 +36,14 @@ def test_12_a_resume_takes_other_knobs_and_replay_honours_them(tmp_path: Path, t
     assert {"engine.count", "reward.deadline_s", "run.steps"} <= {*changed.changes}
     version, digest = asyncio.run(replay(Path(config.run.dir), lambda event: None))
     assert (version, digest) == (5, state.digests[5])
+
+
+def test_29_a_date_in_a_config_is_recorded_and_is_no_change_at_resume(tmp_path: Path, tiny_model: str) -> None:
+    task = {"eval": "", "template": {"today": datetime.date(2026, 1, 1)}}
+    run_inline(make_config(tmp_path, tiny_model, task=task, run={"steps": 1}))
+    config = make_config(tmp_path, tiny_model, task=task, run={"steps": 2})
+    run_inline(config, resume=True)
+    check_finished(config, events_of(config))
 
 
 @pytest.mark.parametrize(
