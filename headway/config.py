@@ -387,7 +387,8 @@ def validate(values: dict[str, Any], where: str = "config") -> Config:
     except ValidationError as error:
         raise ConfigError(f"{where}: {knobs.sentence(Config, error)}") from None
     limit = config.algorithm.length_limit or config.sampling.max_tokens
-    steps = config.trainer.schedule_steps or config.run.steps
+    # At a constant rate it is left open: a resume for more steps would seem to change how the record was trained.
+    steps = config.trainer.schedule_steps or (config.run.steps if config.trainer.lr_schedule != "constant" else 0)
     return config.model_copy(
         update={
             "algorithm": config.algorithm.model_copy(update={"length_limit": limit}),

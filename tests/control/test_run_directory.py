@@ -14,6 +14,7 @@ from system import check_finished, events_of, make_config, run_inline, task_of
 
 from headway import launch
 from headway.control.resume import replay
+from headway.control.run_directory import changes, changes_arithmetic, plain
 from headway.errors import ConfigError
 from headway.monitor.view import PlainView
 from headway.record.run import fold
@@ -36,6 +37,16 @@ def test_12_a_resume_takes_other_knobs_and_replay_honours_them(tmp_path: Path, t
     assert {"engine.count", "reward.deadline_s", "run.steps"} <= {*changed.changes}
     version, digest = asyncio.run(replay(Path(config.run.dir), lambda event: None))
     assert (version, digest) == (5, state.digests[5])
+
+
+@pytest.mark.parametrize(("schedule", "is_retrained"), [("constant", False), ("cosine", True)])
+def test_12_more_steps_change_how_the_record_was_trained_only_where_the_rate_falls(
+    tmp_path: Path, schedule: str, is_retrained: bool
+) -> None:
+    before, now = (
+        make_config(tmp_path, "model", run={"steps": steps}, trainer={"lr_schedule": schedule}) for steps in (2, 3)
+    )
+    assert changes_arithmetic(changes(plain(before), now)) == is_retrained
 
 
 def test_29_a_date_in_a_config_is_recorded_and_is_no_change_at_resume(tmp_path: Path, tiny_model: str) -> None:
