@@ -467,8 +467,10 @@ class Controller:
             await asyncio.sleep(_POLL_S)
             if (count := take(self.directory)) is not None:
                 await self.engines.resize(count)
-            if not self.log.path.exists() or os.stat(self.log.path).st_ino != own:
-                raise RunFailed(f"{self.log.path} was deleted or replaced while the run wrote it; start the run again")
+            with suppress(FileNotFoundError):
+                if os.stat(self.log.path).st_ino == own:
+                    continue
+            raise RunFailed(f"{self.log.path} was deleted or replaced while the run wrote it; start the run again")
 
     def _load(self) -> RunLoad:
         queues = len(self._generating), self.buffer.num_ready
