@@ -107,10 +107,6 @@ class RolloutPool:
             await self._serving.wait()
         return serving[group % len(serving)]
 
-    def groups_of(self, name: str) -> list[int]:
-        """The unfinished groups of one worker."""
-        return self._groups[name]
-
     # Workers
 
     async def _supervise_worker(self, name: str, supervised: Supervised[RolloutWorker]) -> None:

@@ -112,7 +112,7 @@ def test_a_restarted_engine_proves_the_current_weights_before_it_serves(make_sta
 
 
 def has_groups(worker: Any, controller: Controller) -> bool:
-    return bool(controller.rollout.groups_of("rollout-1"))
+    return bool(controller.rollout._groups["rollout-1"])
 
 
 def test_a_dead_rollout_worker_has_its_groups_begun_again_under_their_ids(make_stage: MakeStage) -> None:
