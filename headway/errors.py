@@ -64,22 +64,7 @@ class RunFailed(HeadwayError):
     """The run ended early, with its cause."""
 
 
-BY_NAME: dict[str, type[HeadwayError]] = {
-    cls.__name__: cls
-    for cls in (
-        HeadwayError,
-        ConfigError,
-        WorkerDied,
-        DeadlineExceeded,
-        RequestRefused,
-        WeightMismatch,
-        WeightsUnreachable,
-        OutOfMemory,
-        SaveFailed,
-        InvariantBroken,
-        RunFailed,
-    )
-}
+BY_NAME = {HeadwayError.__name__: HeadwayError} | {cls.__name__: cls for cls in HeadwayError.__subclasses__()}
 
 
 CAUSE = "\0"

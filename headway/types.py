@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.codec import message
+from headway.trained_tokens import Floats as Floats
+from headway.trained_tokens import Ints as Ints
 from headway.trained_tokens import TrainedTokens
-
-Ints = NDArray[np.int32]
-Floats = NDArray[np.float32]
 
 NOT_SAMPLED = -1
 """The version of a token that no policy sampled (a prompt's, a tool's)."""
@@ -82,7 +81,7 @@ class Prompt:
 @message
 class Sampling:
     temperature: float = 1.0  # 0 is greedy; log-probs are then given at temperature 1
-    top_k: int = 0  # 0 keeps every token
+    top_k: int = 0  # 0: no limit
     top_p: float = 1.0
     max_tokens: int = 256
     stop_tokens: tuple[int, ...] = ()
@@ -193,7 +192,7 @@ class Sequence:
     loss_mask: Floats
     logprobs: Floats
     versions: Ints
-    roles: dict[int, str] = field(default_factory=dict)  # who said what begins at a token, after the prompt: user, tool
+    roles: dict[int, str] = field(default_factory=dict)  # by first token, after the prompt: user, tool
 
     def __post_init__(self) -> None:
         arrays = {"tokens": self.tokens, "versions": self.versions}

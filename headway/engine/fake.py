@@ -93,9 +93,9 @@ class FakeEngine:
     async def swap(self, version: int, kv: KvPolicy) -> SwapReport:
         assert self._staged is not None and self._staged.version == version
         self.version = version
-        return SwapReport(version, self._staged.fingerprints, 0.0, len(self._running), 0)
+        return SwapReport(version, self._staged.fingerprints, 0.0, self.num_running, 0)
 
     async def stats(self) -> EngineStats:
-        return EngineStats(self.version, len(self._running), 0, self._num_generated, 0, 0, 0, 0.0, 0, 1)
+        return EngineStats(self.version, self.num_running, 0, self._num_generated, 0, 0, 0, 0.0, 0, 1)
 
     async def close(self) -> None: ...

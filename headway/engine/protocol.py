@@ -9,6 +9,7 @@ Invariants that live here:
 from collections.abc import AsyncIterator
 from typing import Literal, Protocol
 
+from headway.errors import InvariantBroken
 from headway.types import (
     Chunk,
     Completion,
@@ -30,8 +31,8 @@ class Engine(Protocol):
     def generate(self, request: Request) -> AsyncIterator[Chunk | Completion]:
         """Yield chunks as tokens are sampled, then the completion, exactly once and last.
 
-        A request that brings what another engine `sampled` of it is continued from there: chunks hold what is sampled
-        here, the completion holds everything, and all of it counts towards its limits.
+        A request with tokens that another engine `sampled` continues from them: chunks hold the tokens sampled here,
+        the completion holds all, and all count towards its limits.
         """
         ...
 
@@ -54,3 +55,14 @@ class Engine(Protocol):
     async def stats(self) -> EngineStats: ...
 
     async def close(self) -> None: ...
+
+
+def check_follows(update: WeightUpdate, live: int) -> None:
+    """Refuse to stage weights that are older than the live ones; version 0 may come again."""
+    if update.version <= live and not (update.version == 0 == live):
+        raise InvariantBroken(f"version {update.version} cannot follow version {live}: versions never go back")
+
+
+def check_staged(version: int, staged: int | None) -> None:
+    if staged != version:
+        raise InvariantBroken(f"version {version} was not staged; staged is {staged}")

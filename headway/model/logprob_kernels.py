@@ -21,17 +21,9 @@ def logprobs_of(logits_TV: Tensor, targets_T: Tensor, scale_T: Tensor) -> tuple[
     ).unbind()
     with torch.cuda.device_of(logits_TV):
         _logprobs_kernel[num_tokens,](
-            logits_TV,
-            targets_T,
-            scale_T,
-            logprobs_T,
-            entropy_T,
-            normalizer_T,
-            logits_TV.stride(0),
-            vocabulary,
-            BLOCK=_BLOCK,
-            num_warps=_NUM_WARPS,
-        )
+            logits_TV, targets_T, scale_T, logprobs_T, entropy_T, normalizer_T, logits_TV.stride(0), vocabulary,
+            BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+        )  # fmt: skip
     return logprobs_T, entropy_T, normalizer_T
 
 
@@ -43,17 +35,9 @@ def gradient_of(
     out_TV = torch.empty(num_tokens, vocabulary, dtype=dtype, device=logits_TV.device)
     with torch.cuda.device_of(logits_TV):
         _gradient_kernel[num_tokens, triton.cdiv(vocabulary, _BLOCK)](
-            logits_TV,
-            targets_T,
-            scale_T,
-            normalizer_T,
-            grad_T.contiguous(),
-            out_TV,
-            logits_TV.stride(0),
-            vocabulary,
-            BLOCK=_BLOCK,
-            num_warps=_NUM_WARPS,
-        )
+            logits_TV, targets_T, scale_T, normalizer_T, grad_T.contiguous(), out_TV, logits_TV.stride(0),
+            vocabulary, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+        )  # fmt: skip
     return out_TV
 
 
@@ -71,8 +55,8 @@ def _logprobs_of_row(
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     factor = tl.load(scale + row)
-    # Sums of e^(z − largest) and of (z − largest)·e^(z − largest), both corrected whenever a larger z appears. What
-    # stands for minus infinity is finite, because 0 times the infinite is not 0.
+    # Sums of e^(z − largest) and of (z − largest)·e^(z − largest), both corrected whenever a larger z appears. The
+    # stand-in for minus infinity is finite, because 0 times infinity is NaN.
     largest = tl.full((), -1e30, tl.float32)
     total = tl.full((), 0.0, tl.float32)
     weighted = tl.full((), 0.0, tl.float32)

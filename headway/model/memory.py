@@ -41,7 +41,7 @@ def kv_bytes(config: Config, shape: ModelShape, device: str) -> int:
 
 def token_bytes(config: Config, shape: ModelShape) -> int:
     """Bytes of one token's keys and values."""
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * _BYTES[config.model.dtype]
+    return shape.kv_elements * _BYTES[config.model.dtype]
 
 
 def rank_bytes(config: Config, num_parameters: int) -> int:

@@ -15,6 +15,11 @@ class ModelShape:
     head_dim: int
     vocab_size: int
 
+    @property
+    def kv_elements(self) -> int:
+        """Numbers of one token's keys and values, in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
 
 def flops(length: int, shape: ModelShape) -> float:
     """Floating-point operations of the matrix products of one forward pass over a sequence, causal attention included.

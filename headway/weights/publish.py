@@ -1,13 +1,12 @@
 """The trainer's side: publishes named tensors under a version in one of two shared-memory buffers.
 
-Tied tensors lie in the buffer once and are named twice. An update says where its bytes can be had, best first. Between
-GPUs of one machine the bytes need not pass through the host: cuda.py has that publisher.
+Tied tensors lie in the buffer once and are named twice. An update lists the places its bytes can be fetched from,
+best first. Between GPUs of one machine the bytes need not pass through the host: cuda.py has that publisher.
 """
 
 import logging
 import mmap
 import os
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -37,19 +36,14 @@ class _SharedBuffer:
     """Memory other processes of this user can map by `path`; it vanishes with its owner."""
 
     def __init__(self, num_bytes: int):
-        if hasattr(os, "memfd_create"):
-            self.file = os.memfd_create("headway-weights")
-            self.path = f"/proc/{os.getpid()}/fd/{self.file}"
-        else:
-            self.file, self.path = tempfile.mkstemp(prefix="headway-weights-")
+        self.file = os.memfd_create("headway-weights")
+        self.path = f"/proc/{os.getpid()}/fd/{self.file}"
         os.truncate(self.file, num_bytes)
         self.bytes = torch.frombuffer(mmap.mmap(self.file, num_bytes), dtype=torch.uint8)
         self.version: int | None = None  # of what lies in it, unless it is being written
 
     def close(self) -> None:
         os.close(self.file)
-        if not self.path.startswith("/proc/"):
-            os.unlink(self.path)
 
 
 class Publisher:
@@ -138,7 +132,7 @@ class Publisher:
             said = f"version {self.version} could not be written to {self._files.directory} ({error.strerror or error})"
             if self._transports == ("disk",):
                 raise RunFailed(f"{said}; make room there or change weights.transport") from error
-            _LOG.warning("%s; engines have to fetch it by other ways", said)
+            _LOG.warning("%s; engines must fetch it by another transport", said)
             return {}
 
     def memory_of(self, version: int) -> memoryview | None:

@@ -26,7 +26,7 @@ from headway.engine.embedded.sampler import sample, uniforms
 from headway.engine.embedded.sequence import RunningSequence
 from headway.engine.embedded.slab_kv import DecodeAttention, KvMemory, PrefillAttention, Row, decode_order, least_tokens
 from headway.model.loading import model_shape
-from headway.types import Floats, Ints, WeightUpdate
+from headway.types import Floats, Ints
 
 
 class CpuExecutor:
@@ -43,7 +43,7 @@ class CpuExecutor:
         # Many tokens at once spend little between products, and the trainer's roundings keep fp32 parity near 1e-6.
         self._prefill_operations = TorchOperations() if model.dtype == torch.float32 else self.operations
         self._decoder = Decoder(model, self.operations, section.max_num_seqs)
-        self._weights = LiveWeights(model, [*self._decoder.matrices, self._decoder.head])
+        self.weights = LiveWeights(model, [*self._decoder.matrices, self._decoder.head])
 
     def prefill(self, chunks: Sequence[tuple[RunningSequence, int]]) -> None:
         # Alone, a chunk's arithmetic depends on nothing but itself; packed, it is faster.
@@ -97,13 +97,3 @@ class CpuExecutor:
             logprobs = (self._decoder.head.logits(hidden[: len(targets)]) / temperature).log_softmax(-1)
             found.append(logprobs.gather(-1, targets[:, None]).squeeze(-1).numpy())
         return np.concatenate(found)
-
-    @property
-    def staged_version(self) -> int | None:
-        return self._weights.staged_version
-
-    def stage(self, update: WeightUpdate) -> None:
-        self._weights.stage(update)
-
-    def swap(self) -> dict[str, str]:
-        return self._weights.swap()

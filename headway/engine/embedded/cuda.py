@@ -1,8 +1,8 @@
 """The engine's executor on a GPU: decode steps as CUDA graphs over paged keys and values.
 
 Tokens, lengths, random counters and stop flags stay on the device while several steps run; between them the host
-reads what was sampled and uploads the next batch. A step is one graph per size of batch. Weights keep their
-addresses, so graphs outlive swaps. Prefill runs outside graphs, packed, through the same pages.
+reads what was sampled and uploads the next batch. A step is one graph per size of batch. Addresses of weights
+never change, so graphs outlive swaps. Prefill runs outside graphs, packed, through the same pages.
 
 Shape suffixes: B rows of the batch, T tokens, N chunks, P pages of a row, S steps, V vocabulary.
 """
@@ -52,7 +52,7 @@ class TritonOperations:
 
 
 class PagedAttention:
-    """Rotates, writes to pages, and attends; the two kinds differ in the last only."""
+    """Rotates queries and keys and writes to pages; its two subclasses attend."""
 
     def __init__(self, memory: PagedMemory, positions_T: Tensor, slots_T: Tensor):
         self._memory, self._positions_T, self._slots_T = memory, positions_T, slots_T
@@ -62,20 +62,11 @@ class PagedAttention:
         query_norm, key_norm = layer.query_norm, layer.key_norm
         keys, values = self._memory.layer(index)
         query_THD = kernels.rope_and_write(
-            qkv_TXD.flatten(1),
-            self._positions_T,
-            rotation.cos_TD,
-            rotation.sin_TD,
-            self._slots_T,
-            keys,
-            values,
-            layer.num_heads,
-            layer.num_kv_heads,
-            None if query_norm is None else query_norm.weight,
-            None if key_norm is None else key_norm.weight,
-            0.0 if query_norm is None else query_norm.eps,
+            qkv_TXD.flatten(1), self._positions_T, rotation.cos_TD, rotation.sin_TD, self._slots_T, keys, values,
+            layer.num_heads, layer.num_kv_heads, None if query_norm is None else query_norm.weight,
+            None if key_norm is None else key_norm.weight, 0.0 if query_norm is None else query_norm.eps,
             query_norm is not None and query_norm.unit_offset,
-        )
+        )  # fmt: skip
         return query_THD, keys, values
 
 
@@ -90,21 +81,13 @@ class PagedDecodeAttention(PagedAttention):
         query_BHD, keys, values = self._store(index, layer, qkv_TXD, rotation)
         batch = self._batch
         return decode_attention(
-            query_BHD,
-            keys,
-            values,
-            batch.rows("table"),
-            batch.rows("visible"),
-            layer.scaling,
-            window=layer.window,
-            softcap=layer.softcap,
-            prefix=_prefix_seen(batch, layer.window),
-            plan=self._plans[layer.window],
-        )
+            query_BHD, keys, values, batch.rows("table"), batch.rows("visible"), layer.scaling, window=layer.window,
+            softcap=layer.softcap, prefix=_prefix_seen(batch, layer.window), plan=self._plans[layer.window],
+        )  # fmt: skip
 
 
 def _prefix_seen(batch: DecodeBatch, window: int) -> SharedPrefix | None:
-    """A prompt is read together where every row sees all of it, which a window does not promise."""
+    """The shared prompts, for layers without a window: only there does every row attend to all of its prompt."""
     return None if window else batch.prefix
 
 
@@ -145,12 +128,12 @@ def _upload(array: Any, device: torch.device) -> Tensor:
 
 
 class CudaDecoder(Decoder):
-    """The decoder with rotations of all positions worked out once."""
+    """The decoder with the rotations of all positions computed once."""
 
     def __init__(self, model: PreTrainedModel, max_context: int):
         super().__init__(model, TritonOperations(activation_name(model.config)), num_rows=0)
         for layer in self._layers:
-            # A window that nothing outgrows is none, and then prompts can be shared.
+            # A window as long as the context hides nothing; without one, prompts can be shared.
             layer.window = layer.window if layer.window < max_context else 0
         places = torch.arange(max_context, device=model.device)
         found = super()._rotations(torch.zeros(1, device=model.device, dtype=torch.float32), places)
@@ -160,13 +143,32 @@ class CudaDecoder(Decoder):
         return self._tables
 
 
+class StreamedWeights(LiveWeights):
+    """Weights that are staged on a stream of their own, and swapped on that of the decode steps."""
+
+    def __init__(self, model: PreTrainedModel, stream: torch.cuda.Stream):
+        super().__init__(model, [])
+        self._stream, self._staging_stream = stream, torch.cuda.Stream(model.device)
+
+    def stage(self, update: WeightUpdate) -> None:
+        with torch.cuda.stream(self._staging_stream):
+            super().stage(update)
+            self._staging_stream.synchronize()
+
+    def swap(self) -> dict[str, str]:
+        with torch.cuda.stream(self._stream):
+            fingerprints = super().swap()
+            self._stream.synchronize()
+        return fingerprints
+
+
 class CudaExecutor:
     def __init__(self, model: PreTrainedModel, section: EngineSection, max_context: int, kv_share: float):
         _check_model(model)
         self._device = model.device
-        self._stream, self._staging_stream = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        self._stream = torch.cuda.Stream(self._device)
         self._decoder = CudaDecoder(model, max_context)
-        self._weights = LiveWeights(model, [])
+        self.weights = StreamedWeights(model, self._stream)
         shape = model_shape(model.config)
         num_tokens = section.kv_tokens or _free_tokens(model, max_context, kv_share)
         self.memory = PagedMemory(shape, model.dtype, num_tokens, max_context, self._device)
@@ -195,7 +197,7 @@ class CudaExecutor:
     # Decode
 
     def num_steps(self, num_rows: int) -> int:
-        """A synchronisation costs host time per row, a long interval idle steps of finished rows."""
+        """Short intervals cost host time for every row, long ones idle steps of rows that are finished."""
         return min(_MAX_STEPS, max(32, num_rows // 16))
 
     def decode(self, ready: Sequence[RunningSequence], num_steps: int) -> list[tuple[Ints, Floats]]:
@@ -245,7 +247,7 @@ class CudaExecutor:
         return self._decoder.head.logits(hidden_BC)
 
     def _truncated_step(self, ordered: list[RunningSequence]) -> list[tuple[Ints, Floats]]:
-        """One token each by the CPU's sampler, where top-k or top-p ask for an order of the whole vocabulary."""
+        """One token each by the CPU's sampler, where top-k or top-p need the whole vocabulary sorted."""
         self._batch.begin_step()
         logits_BV = self._logits()[: len(ordered)].cpu()
         draws = uniforms(
@@ -268,23 +270,6 @@ class CudaExecutor:
                 found.append(logprobs.gather(-1, targets[:, None]).squeeze(-1).cpu().numpy())
         return np.concatenate(found)
 
-    # Weights
-
-    @property
-    def staged_version(self) -> int | None:
-        return self._weights.staged_version
-
-    def stage(self, update: WeightUpdate) -> None:
-        with torch.cuda.stream(self._staging_stream):
-            self._weights.stage(update)
-            self._staging_stream.synchronize()
-
-    def swap(self) -> dict[str, str]:
-        with torch.cuda.stream(self._stream):
-            fingerprints = self._weights.swap()
-            self._stream.synchronize()
-        return fingerprints
-
 
 def _check_model(model: PreTrainedModel) -> None:
     rope = getattr(model.config, "rope_parameters", None) or {}
@@ -302,8 +287,7 @@ def _check_model(model: PreTrainedModel) -> None:
 
 def _free_tokens(model: PreTrainedModel, max_context: int, share: float) -> int:
     """How many tokens' keys and values fit into what the weights and their shadow leave free."""
-    shape = model_shape(model.config)
-    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
+    per_token = model_shape(model.config).kv_elements * model.dtype.itemsize
     shadow = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     free = torch.cuda.mem_get_info(model.device)[0] - shadow
     num_tokens = int(free * share) // per_token

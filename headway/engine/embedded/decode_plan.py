@@ -110,18 +110,8 @@ def plan_decode(
     offsets_B = lengths_B.new_empty(num_rows, dtype=torch.int32)
     counts_B = lengths_B.new_empty(num_rows, dtype=torch.int32)
     _plan_kernel[(1,)](
-        lengths_B,
-        lengths_B if prefix is None else prefix.start_B,
-        items_W4,
-        offsets_B,
-        counts_B,
-        num_rows,
-        num_items,
-        smallest,
-        window or _NO_WINDOW,
-        prefix is not None,
-        block,
-        _PLAN_BLOCK,
+        lengths_B, lengths_B if prefix is None else prefix.start_B, items_W4, offsets_B, counts_B, num_rows,
+        num_items, smallest, window or _NO_WINDOW, prefix is not None, block, _PLAN_BLOCK,
         num_warps=min(16, block // 256),
-    )
+    )  # fmt: skip
     return DecodePlan(items_W4, offsets_B, counts_B)

@@ -1,11 +1,11 @@
 """Triton kernels between the matrix products of a forward pass: norms, rope and cache write, activations,
 sampling, and the bookkeeping of a decode step.
 
-All of them move bytes and little else, so each reads its input once and keeps what lies between in registers.
+All are limited by memory bandwidth, so each reads its input once and holds intermediates in registers.
 Arithmetic is in fp32, and every intermediate that eager torch would have rounded to the model's dtype is rounded here
-too: the trainer computes the same tokens' log-probs with those roundings, and log-prob parity is made of them. A GPU's
-compiler may still keep one or the other as precise as it has it.
-Launchers neither wait for the device nor look at its data, so all can be captured in a CUDA graph.
+too: the trainer computes the same tokens' log-probs with those roundings, and log-prob parity depends on them. A GPU's
+compiler may still leave some of them out.
+Launchers neither wait for the device nor read its data, so all can be captured in a CUDA graph.
 
 Shape suffixes: T tokens, C hidden size, F intermediate size, H query heads, K key/value heads, D head dimension,
 P positions (or pages of a row), B rows, V vocabulary, E stop tokens, S steps.
@@ -71,18 +71,9 @@ def add_rms_norm(
     if num_rows:
         block = triton.next_power_of_2(num_columns)
         _norm_kernel[(num_rows,)](
-            x_TC,
-            x_TC if residual_TC is None else residual_TC,
-            weight_C,
-            normed_TC,
-            sum_TC,
-            eps,
-            num_columns,
-            block,
-            residual_TC is not None,
-            unit_offset,
-            num_warps=min(16, max(1, block // 512)),
-        )
+            x_TC, x_TC if residual_TC is None else residual_TC, weight_C, normed_TC, sum_TC, eps, num_columns, block,
+            residual_TC is not None, unit_offset, num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
     return normed_TC, sum_TC
 
 
@@ -186,26 +177,11 @@ def rope_and_write(
     if num_tokens:
         num_head_blocks = triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS_PER_PROGRAM)
         _rope_kernel[(num_tokens, num_head_blocks)](
-            qkv_T,
-            positions_T,
-            cos_PD,
-            sin_PD,
-            slots_T,
-            k_cache,
-            v_cache,
-            q_THD,
-            qkv_T if q_norm is None else q_norm,
-            qkv_T if k_norm is None else k_norm,
-            eps,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            _HEADS_PER_PROGRAM,
-            triton.next_power_of_2(head_dim // 2),
-            q_norm is not None,
-            unit_offset,
+            qkv_T, positions_T, cos_PD, sin_PD, slots_T, k_cache, v_cache, q_THD,
+            qkv_T if q_norm is None else q_norm, qkv_T if k_norm is None else k_norm, eps, num_heads, num_kv_heads,
+            head_dim, _HEADS_PER_PROGRAM, triton.next_power_of_2(head_dim // 2), q_norm is not None, unit_offset,
             num_warps=4 if head_dim > 64 else 2,
-        )
+        )  # fmt: skip
     return q_THD
 
 
@@ -339,34 +315,13 @@ def sample(
     if num_rows:
         row_stride = logits_BV.stride(0)
         _masses_kernel[(triton.cdiv(num_blocks, _DRAW_BLOCKS_PER_PROGRAM), num_rows)](
-            logits_BV,
-            inverse_temperature_B,
-            peaks,
-            masses,
-            vocab,
-            row_stride,
-            num_blocks,
-            _DRAW_BLOCKS_PER_PROGRAM,
-            _DRAW_BLOCK,
-            num_warps=4,
-        )
+            logits_BV, inverse_temperature_B, peaks, masses, vocab, row_stride, num_blocks, _DRAW_BLOCKS_PER_PROGRAM,
+            _DRAW_BLOCK, num_warps=4,
+        )  # fmt: skip
         _draw_kernel[(num_rows,)](
-            logits_BV,
-            inverse_temperature_B,
-            greedy_B,
-            counters_B,
-            draws_B,
-            peaks,
-            masses,
-            tokens_B,
-            logprobs_B,
-            vocab,
-            row_stride,
-            num_blocks,
-            triton.next_power_of_2(num_blocks),
-            _DRAW_BLOCK,
-            num_warps=4,
-        )
+            logits_BV, inverse_temperature_B, greedy_B, counters_B, draws_B, peaks, masses, tokens_B, logprobs_B,
+            vocab, row_stride, num_blocks, triton.next_power_of_2(num_blocks), _DRAW_BLOCK, num_warps=4,
+        )  # fmt: skip
     return tokens_B, logprobs_B
 
 
@@ -402,18 +357,9 @@ def begin_step(
     """Where each row's last token goes (nowhere once it is finished) and how many tokens it sees; counts the step."""
     num_rows = len(lengths_B)
     _begin_kernel[(triton.cdiv(num_rows, _ROW_BLOCK),)](
-        lengths_B,
-        alive_B,
-        table_BP,
-        positions_B,
-        slots_B,
-        visible_B,
-        step,
-        table_BP.stride(0),
-        num_rows,
-        page,
+        lengths_B, alive_B, table_BP, positions_B, slots_B, visible_B, step, table_BP.stride(0), num_rows, page,
         _ROW_BLOCK,
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -458,19 +404,6 @@ def end_step(
     num_rows, num_stops = stop_tokens_BE.shape
     assert stop_tokens_BE.is_contiguous() and all_sampled_SB.stride() == all_logprobs_SB.stride()
     _end_kernel[(triton.cdiv(num_rows, _ROW_BLOCK),)](
-        sampled_B,
-        logprobs_B,
-        stop_tokens_BE,
-        limits_B,
-        step,
-        tokens_B,
-        draws_B,
-        lengths_B,
-        alive_B,
-        all_sampled_SB,
-        all_logprobs_SB,
-        all_sampled_SB.stride(0),
-        num_rows,
-        num_stops,
-        _ROW_BLOCK,
-    )
+        sampled_B, logprobs_B, stop_tokens_BE, limits_B, step, tokens_B, draws_B, lengths_B, alive_B, all_sampled_SB,
+        all_logprobs_SB, all_sampled_SB.stride(0), num_rows, num_stops, _ROW_BLOCK,
+    )  # fmt: skip

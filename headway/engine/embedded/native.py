@@ -1,6 +1,6 @@
 """The decoder's small operations and its decode attention in C++, compiled for this processor on first use.
 
-A library of a second's compiling is kept in the user's cache directory. Without a compiler the engine runs the torch
+The library compiles in a second and stays in the user's cache directory. Without a compiler the engine runs the torch
 operations of decoder.py instead: the same numbers to rounding, at about two thirds of the speed.
 """
 
@@ -24,15 +24,8 @@ from headway.engine.embedded.slab_kv import KvMemory, Row
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _FLAGS = (
-    "-O3",
-    "-march=native",
-    "-std=c++17",
-    "-fopenmp",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-shared",
-    "-fPIC",
+    *("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 _COMPILE_DEADLINE_S = 120
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -47,7 +40,7 @@ def compiler() -> str | None:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled operations, or None where they cannot be had."""
+    """The compiled operations; None without a compiler that works."""
     cxx = compiler()
     if cxx is None:
         return None
@@ -66,16 +59,15 @@ def _cache_directory() -> Path:
 
 
 def _identity(cxx: str) -> str:
-    """A library fits one source, one compiler and one processor: a home directory may be shared by several."""
-    described = Path("/proc/cpuinfo")
-    lines = described.read_text().splitlines() if described.exists() else []
+    """A hash of source, compiler and processor: machines of several kinds may share a home directory."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     features = sorted({line for line in lines if line.startswith(("flags", "Features"))})
     parts = [_SOURCE.read_text(), cxx, *_FLAGS, platform.machine(), *features]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _compile(cxx: str, path: Path) -> bool:
-    # A compiler that fails, or a home that cannot be written, costs speed and nothing else.
+    # A compiler that fails, or a home directory that cannot be written, costs speed only.
     with suppress(OSError, subprocess.SubprocessError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
@@ -103,7 +95,7 @@ def _declare(loaded: ctypes.CDLL, dtype: str) -> None:
 
 
 def supports(memory: KvMemory, activation: str) -> bool:
-    """Whether the library has all of a model's operations; if not, all of them are torch's."""
+    """Whether the library has all of a model's operations; otherwise torch runs all of them."""
     shape = memory.shape
     fits = shape.num_heads // shape.num_kv_heads <= MAX_SHARED and shape.head_dim <= MAX_DIM and activation in _GATED
     return fits and memory.dtype in _DTYPES and memory.device.type == "cpu" and library() is not None
@@ -146,7 +138,7 @@ class NativeOperations:
 
 
 class NativeDecodeAttention:
-    """One new token for each of many rows, wherever they lie. Queries beyond the rows are padding."""
+    """One new token for each of many rows, in any order. Queries beyond the rows are padding."""
 
     def __init__(self, memory: KvMemory, rows: list[Row], positions: list[int], operations: NativeOperations):
         self._memory, self._operations = memory, operations
@@ -163,21 +155,9 @@ class NativeDecodeAttention:
         num_rows, dim = len(self._positions), qkv_TXD.shape[2]
         out_TE = qkv_TXD.new_zeros(len(qkv_TXD), layer.num_heads * dim)
         self._decode(
-            qkv_TXD.data_ptr(),
-            self._memory.layer_address(index),
-            self._starts.ctypes.data,
-            self._strides.ctypes.data,
-            self._positions.ctypes.data,
-            out_TE.data_ptr(),
-            self._scratch.data_ptr(),
-            layer.scaling,
-            layer.softcap,
-            layer.window,
-            self._memory.layer_elements,
-            num_rows,
-            layer.num_heads,
-            layer.num_kv_heads,
-            dim,
-            self._longest,
-        )
+            qkv_TXD.data_ptr(), self._memory.layer_address(index), self._starts.ctypes.data,
+            self._strides.ctypes.data, self._positions.ctypes.data, out_TE.data_ptr(), self._scratch.data_ptr(),
+            layer.scaling, layer.softcap, layer.window, self._memory.layer_elements, num_rows, layer.num_heads,
+            layer.num_kv_heads, dim, self._longest,
+        )  # fmt: skip
         return out_TE

@@ -1,9 +1,9 @@
 """Prompts' keys and values, computed once per version and forked by every sequence that begins with the same prompt.
 
-An entry goes by (prompt but its last token, version), so prompt KV is never forked into a sequence that starts under a
-newer version. It has no memory of its own: it is the front of every row that holds the whole prompt. References are
-counted by prompt: when the last such row is freed while sequences still want the prompt, the row is retained, cut to
-the prompt, until none of them wants it any more or memory is short.
+Entries are keyed by (prompt without its last token, version), so prompt KV is never forked into a sequence that starts
+under a newer version. An entry has no memory of its own: it is the front of every row that holds the whole prompt.
+References are counted by prompt: when the last such row is freed while sequences still need the prompt, the row is
+retained, cut to the prompt, until no sequence needs it or memory is short.
 """
 
 from collections import Counter
@@ -15,17 +15,17 @@ class PromptCache:
     def __init__(self, memory: Memory, version: int):
         self._memory, self.version = memory, version
         self._entries: dict[tuple[bytes, int], CachedPrompt] = {}
-        self._wanted: Counter[bytes] = Counter()  # by prompt: sequences that have not got it yet
+        self._references: Counter[bytes] = Counter()  # by prompt: sequences that still need it
 
     def acquire(self, sequence: RunningSequence) -> None:
-        """A waiting sequence is going to need its prompt."""
-        self._wanted[sequence.prefix] += 1
+        """Count a waiting sequence as one that needs its prompt."""
+        self._references[sequence.prefix] += 1
 
     def release(self, sequence: RunningSequence) -> None:
-        """The sequence has got its prompt, or has been ended before."""
-        self._wanted[sequence.prefix] -= 1
-        if not self._wanted[sequence.prefix]:
-            del self._wanted[sequence.prefix]
+        """The sequence has its prompt, or ended without it."""
+        self._references[sequence.prefix] -= 1
+        if not self._references[sequence.prefix]:
+            del self._references[sequence.prefix]
             entry = self._entries.get((sequence.prefix, self.version))
             if entry is not None and entry.is_retained:
                 self._drop_retained(entry)
@@ -33,7 +33,7 @@ class PromptCache:
     # Rows
 
     def allocate(self, sequence: RunningSequence, num_tokens: int) -> bool:
-        """Give a waiting sequence a row for `num_tokens`, which shares the prompt's pages if they are there."""
+        """Give a waiting sequence a row for `num_tokens`, which shares the prompt's pages if an entry has them."""
         entry = self._entries.get((sequence.prefix, self.version))
         front = entry.front if entry is not None else None
         sequence.row = self._memory.allocate(num_tokens, front, sequence.num_prompt - 1)
@@ -57,7 +57,7 @@ class PromptCache:
     def free(self, sequence: RunningSequence, is_poisoned: bool = False) -> None:
         """Give the row back, or retain it as the prompt's last; poisoned rows are cleared, and nothing in them is used.
 
-        A sequence that still waits for its prompt does not want it any more.
+        A sequence that still waits for its prompt releases it.
         """
         row, sequence.row, sequence.num_cached = sequence.row, None, 0
         if sequence.awaits_prompt:
@@ -65,7 +65,7 @@ class PromptCache:
             self.release(sequence)
         entry = sequence.prompt
         is_last = entry is not None and entry.rows == [row] and entry.key[1] == self.version
-        if entry is not None and is_last and self._wanted[sequence.prefix] and not is_poisoned:
+        if entry is not None and is_last and self._references[sequence.prefix] and not is_poisoned:
             self._memory.shrink(row, entry.num_tokens)
             entry.is_retained = True
             sequence.prompt, entry.num_members = None, entry.num_members - 1
@@ -114,7 +114,7 @@ class PromptCache:
         self.release(sequence)
 
     def computed(self, sequence: RunningSequence) -> None:
-        """More of the sequence's keys and values are there; perhaps those of the whole prompt."""
+        """More of the sequence's keys and values are computed; publish the prompt once it is complete."""
         entry = sequence.prompt
         if entry is not None and entry.computing is sequence.row and sequence.num_cached >= entry.num_tokens:
             entry.rows.append(entry.computing)
@@ -123,13 +123,13 @@ class PromptCache:
     # Retained prompts
 
     def set_version(self, version: int) -> None:
-        """After a swap: no retained prompt is of use to those who want it."""
+        """After a swap: free the retained prompts, which are of an older version."""
         self.version = version
         while self.release_retained():
             pass
 
     def release_retained(self) -> bool:
-        """Free one retained prompt; False if there is none. Sequences that want it compute it again."""
+        """Free one retained prompt; False if there is none. Sequences that need it compute it again."""
         entry = next((entry for entry in self._entries.values() if entry.is_retained), None)
         if entry is not None:
             self._drop_retained(entry)

@@ -2,8 +2,8 @@
 
 Each step admits waiting requests while sequences and memory allow, computes prompt keys and values (about
 `prefill_chunk` tokens), then decodes every sequence whose keys and values are complete. A sequence always decodes from
-its last token, so a fresh prompt, a forked prompt, an interrupted and a preempted sequence all look alike: what is
-missing is prefilled, the rest is decode. Which device does the arithmetic is the executor's business.
+its last token, so a fresh prompt, a forked prompt, an interrupted and a preempted sequence are all handled alike:
+missing keys and values are prefilled, the rest is decode. Which device does the arithmetic is the executor's business.
 
 Urgent requests are admitted before all others and preempt training sequences, the youngest first, up to the whole
 engine. Preempted sequences wait ahead of those that were never admitted, in their old order.
@@ -29,8 +29,8 @@ from headway.engine.embedded.cpu import CpuExecutor
 from headway.engine.embedded.prompt_cache import PromptCache
 from headway.engine.embedded.sequence import Executor, RunningSequence
 from headway.engine.embedded.step_interval import StepInterval
-from headway.engine.protocol import KvPolicy
-from headway.errors import HeadwayError, InvariantBroken, RequestRefused
+from headway.engine.protocol import KvPolicy, check_follows, check_staged
+from headway.errors import HeadwayError, RequestRefused
 from headway.types import (
     Chunk,
     Completion,
@@ -134,7 +134,7 @@ class EngineCore:
                 self._finish(sequence, StopReason.ABORTED)
 
     def drop(self, key: RequestKey) -> None:
-        """End a request without output, because its caller is gone."""
+        """End a request without output, because its caller has disconnected."""
         self.abort(key)
         self._outbox = [(name, item) for name, item in self._outbox if name != str(key)]
 
@@ -178,7 +178,7 @@ class EngineCore:
 
     def _place(self, sequence: RunningSequence) -> bool:
         """Give the sequence a row, if there is room in batch and memory."""
-        # Prefilled, what was sampled would differ in its last bits; a replay takes the very steps it took before.
+        # Prefilling sampled tokens would give them other last bits; a replay repeats the same decode steps.
         sequence.replays = self.deterministic and not sequence.fresh
         num_tokens = (sequence.num_prompt if sequence.replays else sequence.num_tokens) + 1
         if len(self._running) >= self.section.max_num_seqs or not self._has_room(num_tokens):
@@ -257,7 +257,7 @@ class EngineCore:
         started = time.perf_counter()
         ready = [sequence for sequence in self._running if not sequence.awaits_prompt and sequence.decodable]
         num_steps = self._num_steps(len(ready))
-        # Others wait for their prompt's next chunk, or the score that follows a swap is about to be asked for.
+        # Other sequences wait for the next chunk of their prompt, or the score that follows a swap is due.
         if len(ready) < len(self._running) or self._expects_score:
             num_steps = min(num_steps, _SHORT_INTERVAL)
         for sequence in ready:
@@ -312,11 +312,8 @@ class EngineCore:
     # Weights
 
     def stage(self, update: WeightUpdate) -> None:
-        if update.version <= self.version and not (update.version == 0 == self.version):
-            raise InvariantBroken(
-                f"version {update.version} cannot follow version {self.version}: versions never go back"
-            )
-        self._executor.stage(update)
+        check_follows(update, self.version)
+        self._executor.weights.stage(update)
 
     def drain(self) -> None:
         """Until the next swap, start no new sequence; those in flight, preempted ones too, continue."""
@@ -328,10 +325,9 @@ class EngineCore:
 
     def swap(self, version: int, kv: KvPolicy) -> SwapReport:
         """Make the staged weights live. Runs between two steps, so that no token straddles two versions."""
-        if self._executor.staged_version != version:
-            raise InvariantBroken(f"version {version} was not staged; staged is {self._executor.staged_version}")
+        check_staged(version, self._executor.weights.staged_version)
         started = time.perf_counter()
-        prints = self._executor.swap()
+        prints = self._executor.weights.swap()
         self.version, self._draining, self._expects_score = version, False, True
         num_recomputed = self._renew_kv(kv)
         return SwapReport(

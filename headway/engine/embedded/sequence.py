@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headway.engine.completion import DecodeText, PartialCompletion
+from headway.engine.embedded.live_weights import LiveWeights
 from headway.engine.embedded.sampler import request_counter
-from headway.types import Floats, Ints, Request, WeightUpdate
+from headway.types import Floats, Ints, Request
 
 Row = Any
 """The place of one sequence's keys and values, of a type that its memory defines; None without one."""
@@ -89,7 +90,7 @@ class Executor(Protocol):
     """Runs the model for the scheduler: chunks of known tokens, steps of sampled ones.
 
     `decode` may return any number of tokens per sequence, so speculative decoding concerns the executor alone; so does
-    the format in which weights, keys and values are stored, since the scheduler sees only `stage` and `swap`.
+    the format in which weights, keys and values are stored.
     """
 
     @property
@@ -117,8 +118,4 @@ class Executor(Protocol):
         ...
 
     @property
-    def staged_version(self) -> int | None: ...
-
-    def stage(self, update: WeightUpdate) -> None: ...
-
-    def swap(self) -> dict[str, str]: ...
+    def weights(self) -> LiveWeights: ...

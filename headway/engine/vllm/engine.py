@@ -21,7 +21,7 @@ from typing import Any
 
 from headway.config import EngineSection
 from headway.engine.completion import check_request
-from headway.engine.protocol import KvPolicy
+from headway.engine.protocol import KvPolicy, check_follows, check_staged
 from headway.engine.vllm import messages
 from headway.engine.vllm.client import QUICK_S
 from headway.engine.vllm.connection import ServerConnection
@@ -30,7 +30,6 @@ from headway.engine.vllm.sequence import ServedSequence
 from headway.errors import (
     DeadlineExceeded,
     HeadwayError,
-    InvariantBroken,
     RequestRefused,
     WeightMismatch,
     WorkerDied,
@@ -71,7 +70,7 @@ class VllmEngine:
         self._may_submit = asyncio.Event()  # not during a swap
         self._may_submit.set()
         self._sequences: dict[str, ServedSequence] = {}
-        self._between = asyncio.Lock()  # held during a swap, and by what must not meet one
+        self._no_swap = asyncio.Lock()  # held during a swap, and by calls that must not overlap one
         self._tokenizer: Any = None
         self._num_generated = self._num_recomputed = 0
         self._busy_s, self._busy_since, self._num_busy = 0.0, 0.0, 0
@@ -110,7 +109,7 @@ class VllmEngine:
         finally:
             sequence.task.cancel()
             await asyncio.gather(sequence.task, return_exceptions=True)
-            # Only now: a request that reuses the key must not be handed what was meant for this one.
+            # Last, because a request that reuses the key must not receive the items of this one.
             del self._sequences[sequence.name]
 
     def _decode_text(self, tokens: list[int]) -> str:
@@ -189,7 +188,7 @@ class VllmEngine:
             sequence.stop = StopReason.ABORTED
             await self._abort_submission(sequence)
         else:
-            # Whatever came has its version. A stream nobody reads is closed, and the server aborts what it was for.
+            # All tokens received have their version. Closing the stream makes the server abort the submission.
             sequence.finish(StopReason.ABORTED)
             assert sequence.task is not None
             sequence.task.cancel()
@@ -206,19 +205,13 @@ class VllmEngine:
     # Weights
 
     async def stage_weights(self, update: WeightUpdate) -> None:
-        if update.version <= self.version and not (update.version == 0 == self.version):
-            raise InvariantBroken(
-                f"version {update.version} cannot follow version {self.version}: versions never go back"
-            )
+        check_follows(update, self.version)
         # On a thread: generation goes on while the bytes are written.
         await asyncio.to_thread(self._connection.files.stage, update)
 
     async def swap(self, version: int, kv: KvPolicy) -> SwapReport:
-        if self._connection.files.staged_version != version:
-            raise InvariantBroken(
-                f"version {version} was not staged; staged is {self._connection.files.staged_version}"
-            )
-        async with self._between:
+        check_staged(version, self._connection.files.staged_version)
+        async with self._no_swap:
             self._slots.set_limit(0)
             self._may_submit.clear()
             if kv == "drain":
@@ -252,7 +245,7 @@ class VllmEngine:
         await self._connection.ask("/resume")
         pause_ms = (time.perf_counter() - started) * 1e3
         num_interrupted = sum(sequence.has_new for sequence in in_flight)
-        # No fingerprints: vLLM repacks what it loads. A score of the probe is the proof.
+        # No fingerprints: vLLM repacks what it loads. The score of the probe verifies it.
         return SwapReport(version, {}, pause_ms, num_interrupted, num_recomputed)
 
     async def _halt(self, in_flight: list[ServedSequence]) -> None:
@@ -293,7 +286,7 @@ class VllmEngine:
     async def score(self, sequences: tuple[Ints, ...], temperature: float) -> Scores:
         if temperature != 1:
             raise RequestRefused(f"vLLM scores prompts at temperature 1 only, not {temperature:g}")
-        async with self._between:
+        async with self._no_swap:
             self._connection.check_alive()
             async with self._connection.explained():
                 found = await asyncio.gather(*(self._connection.score(tokens) for tokens in sequences))

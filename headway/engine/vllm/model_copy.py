@@ -1,8 +1,7 @@
 """Weights as files for vLLM: the model directory a server is started on, and each update as one safetensors file.
 
 vLLM 0.32 does not reload a head that is tied to the embeddings and not in the file: the old one silently stays. So
-what is served is a copy of the model with a head of its own, and every update brings that head, tied or not in the
-trainer.
+the served model is a copy with a head of its own, and every update has that head, tied in the trainer or not.
 
 By hand, for a server named in `engine.urls`: `python -m headway.engine.vllm.model_copy MODEL DTYPE DIRECTORY`.
 """
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 _HEAD = "lm_head.weight"
 _HEADLESS = ("gemma2",)
-"""Families whose vLLM module has no head: it multiplies by the embeddings themselves, which cannot get out of step."""
+"""Families whose vLLM module has no head: it multiplies by the embeddings themselves, so there is none to go stale."""
 _PROBE_TOKENS = 16
 
 
@@ -60,7 +59,7 @@ def write_model(path: str, dtype: str, directory: Path) -> ServedModel:
     model.config.tie_word_embeddings = not has_head
     model.config.save_pretrained(directory)
     load_tokenizer(path).save_pretrained(directory)
-    kv_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * DTYPES[dtype].itemsize
+    kv_bytes = shape.kv_elements * DTYPES[dtype].itemsize
     return ServedModel(has_head, shape.vocab_size, context, kv_bytes, probe, reference)
 
 

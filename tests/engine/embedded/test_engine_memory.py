@@ -196,7 +196,7 @@ def test_a_preempted_group_forks_its_retained_prompt_instead_of_computing_it_aga
     core = make_core(tiny_model, deterministic=False, max_num_seqs=4)
     outcome = drive(core, [*requests, *urgent], arrivals=[0] * 4 + [10] * 4)
     assert core.stats().num_preempted == 4
-    assert core.stats().num_prefilled < 99 + 29 + 4 * 12, "beside the prompts, only what was sampled before"
+    assert core.stats().num_prefilled < 99 + 29 + 4 * 12, "besides the prompts, only tokens sampled before"
     for request in requests:
         assert_same_tokens(outcome[request], alone(tiny_model, request, deterministic=False))
 
@@ -243,7 +243,7 @@ def test_memory_too_small_for_all_preempts_and_every_request_gets_the_tokens_of_
 
 
 class ManyAtATime:
-    """An executor over pages that computes nothing, and samples as many tokens between two looks as a GPU's does."""
+    """An executor over pages that computes nothing, and samples as many tokens at a time as a GPU's does."""
 
     device_s = 0.0
     staged_version: int | None = None
@@ -252,6 +252,7 @@ class ManyAtATime:
         shape = ModelShape(**{field.name: 1 for field in fields(ModelShape)})
         self.memory = PagedMemory(shape, torch.float32, num_tokens, max_context, torch.device("cpu"))
         self.windows: list[int] = []
+        self.weights = self
 
     def num_steps(self, num_rows: int) -> int:
         return 32
@@ -268,7 +269,7 @@ class ManyAtATime:
         return [(np.zeros(length, np.int32), np.zeros(length, np.float32)) for length in lengths]
 
 
-def test_memory_that_stays_full_does_not_preempt_at_every_look(
+def test_memory_that_stays_full_does_not_preempt_at_every_step(
     tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core_module, "make_executor", lambda *given: ManyAtATime(60_000, 2048))
@@ -286,7 +287,7 @@ def test_memory_that_stays_full_does_not_preempt_at_every_look(
 
 
 @pytest.mark.parametrize(("length", "window"), [(6, 8), (64, 16), (400, 32)])
-def test_the_shorter_sequences_are_the_more_often_the_engine_looks(
+def test_shorter_sequences_have_more_frequent_synchronisations(
     tiny_model: str, monkeypatch: pytest.MonkeyPatch, length: int, window: int
 ) -> None:
     executor = ManyAtATime(60_000, 2048)
@@ -296,11 +297,11 @@ def test_the_shorter_sequences_are_the_more_often_the_engine_looks(
         core.submit(make_request(prompt(9, seed=number), number, max_tokens=length))
     while core.has_work:
         core.step()
-    assert executor.windows[0] == 32, "nothing is known of lengths yet"
+    assert executor.windows[0] == 32, "no sequence has ended yet"
     assert executor.windows[-1] == window
 
 
-def test_after_a_swap_the_engine_looks_soon_and_once_for_its_proof(
+def test_after_a_swap_one_short_interval_lets_the_score_run_soon(
     tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = ManyAtATime(60_000, 2048)

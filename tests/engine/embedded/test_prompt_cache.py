@@ -106,7 +106,7 @@ def test_no_history_forks_another_versions_prompt_or_loses_memory(kind: str, see
         cache.free(sequence)
     for sequence in waiting:
         cache.release(sequence)
-    assert memory.num_used == 0 and not cache._entries and not cache._wanted
+    assert memory.num_used == 0 and not cache._entries and not cache._references
 
 
 def test_a_page_copied_twice_before_the_device_runs_has_the_first_ones_contents() -> None:
