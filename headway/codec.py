@@ -4,7 +4,7 @@ MessagePack, by msgspec. A message is a struct: an array of its name and its fie
 Two hooks add what MessagePack lacks, as extension types: numpy arrays, and classes that define `to_plain` and
 `from_plain`. A tuple or a member of an enumeration comes back as one where a message's field says so, otherwise as a
 list or a string; a numpy scalar comes back as a Python number. Decoding builds only registered classes and plain
-values: nothing is unpickled, so bytes from a stranger can be wrong but cannot run code.
+values: nothing is unpickled, so untrusted bytes can be wrong but cannot run code.
 """
 
 import dataclasses

@@ -287,7 +287,7 @@ class CheckpointSection(Section):
 class MetricsSection(Section):
     tensorboard: bool = Field(True, description="write TensorBoard files")
     wandb_project: str = Field("", description="also log to this Weights & Biases project")
-    stats_every_s: float = Field(1.0, gt=0, description="seconds between looks at the engine")
+    stats_every_s: float = Field(1.0, gt=0, description="seconds between readings of the workers' statistics")
     samples_every: int = Field(
         0, ge=0, description="training steps between sample completions, printed and logged as tables; 0 shows none"
     )

@@ -28,8 +28,8 @@ class PartialCompletion:
         partial.take_chunk()                          # what was added since the last chunk
         partial.completion()
 
-    `tokens` begins with the prompt; `logprobs` and `versions` are parallel to it. `num_tokens` places are filled. What
-    another engine sampled of the request is there from the start.
+    `tokens` begins with the prompt; `logprobs` and `versions` are parallel to it. `num_tokens` places are filled, from
+    the start those of tokens that another engine sampled of the request.
     """
 
     def __init__(self, request: Request, context: int | None = None, decode_text: DecodeText | None = None):
@@ -145,13 +145,13 @@ def check_tokens(what: str, tokens: Ints, context: int, vocab_size: int) -> None
 
 
 def check_request(request: Request, context: int, vocab_size: int) -> None:
-    """Refuse tokens that the model cannot have, and more sampled tokens than the request allows."""
+    """Refuse tokens outside the context or the vocabulary, and more sampled tokens than the request allows."""
     name, sampled = f"request {request.key}", request.sampled
     check_tokens(name, request.tokens, context, vocab_size)
     if sampled is None:
         return
     whole = np.concatenate([request.tokens, sampled.tokens])
-    check_tokens(f"{name} with what was sampled of it", whole, context, vocab_size)
+    check_tokens(f"{name} with its sampled tokens", whole, context, vocab_size)
     if len(sampled.tokens) > request.sampling.max_tokens:
-        brought = f"{len(sampled.tokens)} sampled tokens"
-        raise RequestRefused(f"{name} brings {brought}, over its {request.sampling.max_tokens}")
+        limit = f"its max_tokens of {request.sampling.max_tokens}"
+        raise RequestRefused(f"{name} comes with {len(sampled.tokens)} sampled tokens, more than {limit}")

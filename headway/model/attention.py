@@ -20,7 +20,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from headway.model.device import CPU, to_device
 
-# torch 2.11 takes fewer key/value heads than query heads as they come; 2.12 needs a flag for it.
+# torch 2.11 accepts fewer key/value heads than query heads; 2.12 needs a flag for it.
 _GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )

@@ -91,7 +91,7 @@ class _LinearLogprob(torch.autograd.Function):
             logprobs_T[part], entropy_T[part], normalizer_T[part] = found
         ctx.save_for_backward(hidden_TC, weight_VC, targets_T, scale_T, normalizer_T, entropy_T)
         ctx.chunk, ctx.softcap = chunk, softcap
-        ctx.set_materialize_grads(False)  # few losses have a use for the entropy's gradient
+        ctx.set_materialize_grads(False)  # few losses need the entropy's gradient
         return logprobs_T, entropy_T
 
     @staticmethod
@@ -99,7 +99,7 @@ class _LinearLogprob(torch.autograd.Function):
         hidden_TC, weight_VC, targets_T, scale_T, normalizer_T, entropy_T = ctx.saved_tensors
         grad_T = grads[0] if grads[0] is not None else torch.zeros_like(normalizer_T)
         grad_hidden = torch.empty_like(hidden_TC)
-        grad_weight: Tensor | None = None  # a frozen head, as with adapters, has no use for it
+        grad_weight: Tensor | None = None  # a frozen head, as with adapters, needs none
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros(weight_VC.shape, dtype=torch.float32, device=weight_VC.device)
         for start in range(0, len(targets_T), ctx.chunk):
@@ -135,7 +135,7 @@ def linear_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """log-softmax(logits ÷ temperature) at the targets, and the entropy, both fp32.
 
-    A soft cap bends the logits before the temperature divides them.
+    The soft cap is applied before the temperature.
     """
     apply = cast(Callable[..., tuple[Tensor, Tensor]], _LinearLogprob.apply)
     return apply(hidden_TC, weight_VC, targets_T, 1.0 / temperature_T, chunk, softcap)

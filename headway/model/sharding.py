@@ -69,13 +69,13 @@ def shard(policy: Policy, dtype: torch.dtype, device: torch.device = CPU) -> Mas
     """Make the policy compute on `device` in `dtype` from fp32 masters: over several ranks by FSDP2, on one without it.
 
     FSDP2 keeps the parameters fp32 and casts them where they are gathered. One rank has nothing to gather, and casting
-    once a step is cheaper than once a pass. Either way the forward pass uses exactly what is published, and nothing
-    else in the trainer knows the difference.
+    once a step is cheaper than once a pass. Either way the forward pass uses exactly the published tensors, and the
+    rest of the trainer does not distinguish the two.
     """
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if num_ranks == 1:
         return Masters(policy.to(device), None if dtype == torch.float32 else dtype)
-    # Not moved there whole: a layer goes to the device as it is cut up, and only a rank's own rows of it stay.
+    # The model is never whole on the device: each layer is moved as it is sharded, and only this rank's rows stay.
     wrap(policy, init_device_mesh(device.type, (num_ranks,)), dtype)
     return Masters(policy)
 

@@ -87,7 +87,7 @@ def _encode_plain(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     """The text's tokens, after the beginning-of-text token where this tokenizer adds one: its model expects it."""
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
     bos = tokenizer.bos_token_id
-    # Only that one: some tokenizers add an end-of-text token, too, after which nothing is left to say.
+    # Only that one: some tokenizers also add an end-of-text token, after which the model would write nothing.
     return [bos, *tokens] if bos is not None and tokenizer.encode(text)[:1] == [bos] != tokens[:1] else tokens
 
 

@@ -1,4 +1,4 @@
-"""One place of the reward pool: a guardian and its worker, started by `reward.py`, one call at a time.
+"""One place of the reward pool: a guardian and its worker, started by `reward_pool.py`, one call at a time.
 
 The worker imports the verifier once and runs it; the guardian never runs a user's code, so it always answers. When the
 worker ends, or the pool closes the guardian's standard input, or the pool dies, the guardian kills the worker's process

@@ -5,11 +5,11 @@ generators run on the worker's event loop, synchronous methods on its compute th
 `async` methods `open` (called inside the running event loop, after construction) and `close` (called at the end).
 Importing this package imports nothing: import each name from its module.
 
-`protocol` is what every runtime does; `inline`, `local` and `ray` (with `driver`, the one process that speaks with
+`protocol` is what every runtime does; `inline`, `local` and `ray` (with `driver`, the one process that talks to
 Ray) are the three. `launch` starts a worker process, `worker` is its main; `handle` is the calling side and `channel`
 the frames between them. `guardian` runs a foreign program and `process_tree` ends whole process trees; `compute` moves
 heavy work off the event loop; `gather` awaits several calls together, `semaphore` limits them.
 
 Invariant that lives here:
- 15. Bounded waits: every wait has a deadline; what exceeds it fails with the name of what was awaited.
+ 15. Bounded waits: every wait has a deadline; one that expires fails with the name of what was awaited.
 """

@@ -5,7 +5,7 @@ of the encoding, so that a payload this process cannot read still fails the call
 
 The first frames prove to each end that the other has the run's token, which itself never travels: the client sends a
 nonce (HELLO), the worker answers with its own and a keyed hash of both (CHALLENGE), the client with another (PROOF).
-Until then an end reads at most `MAX_UNVERIFIED_BYTES` of a frame and decodes nothing. Nothing is encrypted.
+Until then an end reads at most `MAX_UNVERIFIED_BYTES` of a frame and decodes nothing. Frames are not encrypted.
 
 An address is PLACE/RUN/NUMBER, and no two workers of a run have the same: a Unix-domain socket's path, or HOST:PORT
 and then the run and the number. Both hashes are over it, so that a process that took over a
@@ -33,8 +33,8 @@ BACKLOG = 4096  # clients that may connect before a busy worker accepts them
 _HEADER = struct.Struct("<IQB")
 _READ_BYTES, _UNVERIFIED_READ_BYTES = 256 * 1024, 512
 _LARGE_BYTES = 64 * 1024
-_SILENCE_S = 30  # after which a machine that no longer acknowledges that it is there counts as lost
-_UNREAD_S = 120  # the same for one that does not take what was sent; it may only have much else to do
+_SILENCE_S = 30  # a machine that acknowledges nothing for this long counts as lost
+_UNREAD_S = 120  # the same for data that is not read; a busy machine reads late
 
 C = TypeVar("C", bound="Channel")
 
@@ -47,7 +47,7 @@ _ERRORS: dict[str, type[HeadwayError]] = {**BY_NAME, RemoteError.__name__: Remot
 
 
 def error_to_plain(where: str, error: BaseException) -> list[Any]:
-    """Name, sentence and notes of `error`; one of Headway's own travels unchanged, any other says `where` it was."""
+    """Name, sentence and notes of `error`: one of Headway's unchanged, any other with `where` it was raised."""
     notes = list(getattr(error, "__notes__", []))
     for cls in type(error).__mro__:
         if cls.__name__ in _ERRORS and isinstance(error, HeadwayError):
@@ -98,12 +98,12 @@ async def connect(make: Callable[[], C], address: str) -> C:
 
 
 def proof(token: bytes, side: str, address: str, nonces: bytes) -> bytes:
-    """What only a holder of the token can say, for one side of one connection to one worker."""
+    """Keyed hash that proves possession of the token, for one side of one connection to one worker."""
     return hmac.digest(token, f"{side} {address} ".encode() + nonces, "sha256")
 
 
 def _watch_over(connection: socket.socket) -> None:
-    """Have the kernel notice a machine that vanished."""
+    """Set TCP keepalive, so that the kernel notices a machine that vanished."""
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -142,7 +142,7 @@ class Channel(asyncio.BufferedProtocol, ABC):
 
     @abstractmethod
     def prove(self, kind: int, payload: bytes) -> bool:
-        """Answer a frame of an end that is not verified yet; False turns it away."""
+        """Answer a frame of an end that is not verified yet; False closes the connection."""
 
     def verified(self) -> None:
         self._max_bytes = MAX_FRAME_BYTES
@@ -222,7 +222,7 @@ class Channel(asyncio.BufferedProtocol, ABC):
             self._start, self._end = 0, rest
 
     def _next_frame(self) -> bool:
-        """Hand on the first frame in the buffer; False when it is not there in full."""
+        """Process the first frame in the buffer; False while it is incomplete."""
         begin = self._start + _HEADER.size
         if self._end < begin or self.transport.is_closing():
             return False

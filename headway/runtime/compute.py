@@ -20,7 +20,7 @@ def start_compute_thread() -> None:
 
 
 async def offload(fn: Callable[[*Ts], R], *args: *Ts) -> R:
-    """Run `fn(*args)`: on the compute thread of a worker process, else right here, where a breakpoint works.
+    """Run `fn(*args)`: on the compute thread of a worker process, otherwise on this thread, where a breakpoint works.
 
     A cancelled caller stops waiting; work that already runs on the compute thread runs to its end.
     """

@@ -1,13 +1,13 @@
-"""The one process of a run that speaks with Ray, and the launchers it has Ray start, one on the node of each worker.
+"""The one process of a run that talks to Ray, and the launchers that Ray starts for it, one on the node of each worker.
 
-Ray places launchers by resources, starts them, and says when one is gone, or its node. A launcher starts the process of
-its worker, the same that the local runtime starts, and hands on what it prints. Nothing else goes through Ray: the
-calls between workers have channels of their own. The run's token reaches a launcher as the argument of a call, and its
-worker through a pipe, so that no command line, environment or log shows it.
+Ray places launchers by resources, starts them, and reports when one or its node dies. A launcher starts the process of
+its worker, the same that the local runtime starts, and forwards its output. Nothing else goes through Ray: calls
+between workers have channels of their own. The run's token reaches a launcher as the argument of a call, and its worker
+through a pipe, so that no command line, environment or log shows it.
 
 Invariant that lives here:
  15. Bounded waits: a worker dies with its launcher, a launcher with this process, this process with the controller;
-     and a launcher that says nothing for a while is given up.
+     and a launcher that answers nothing for a while is killed.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from headway.runtime.launch import execute
 
 _LOG = logging.getLogger(__name__)
 _BEAT_S = 5.0  # a launcher answers at least this often
-_LOST_S = 60.0  # and is given up after this long
-_DRAIN_S = 1.0  # for what a worker printed last, should somebody it left behind still hold its output
+_LOST_S = 60.0  # and is killed after this long without an answer
+_DRAIN_S = 1.0  # for a worker's last output, in case a process it left running still holds the pipe
 _CHUNK_BYTES = 64 * 1024
 _MAX_CHUNKS = 64  # of unread output; then the worker waits
-_STORE_BYTES = 100 * 2**20  # of Ray's object store, which nothing is put into
+_STORE_BYTES = 100 * 2**20  # of Ray's object store, which stays empty
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
 
@@ -43,7 +43,7 @@ class Cluster:
     async def open(self) -> None:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         if not self._address:
-            self._keep_to_loopback()
+            self._restrict_to_loopback()
         import ray  # only now: it reads its environment when it is imported
 
         self._ray: Any = ray
@@ -58,8 +58,8 @@ class Cluster:
             where = f"ray.address = {self._address}" if self._address else "a Ray cluster on this machine"
             raise ConfigError(f"{where} does not work: {_reason(error)}") from error
 
-    def _keep_to_loopback(self) -> None:
-        # Ray 2.60 listens on every interface, even when given 127.0.0.1, unless it believes to be on a desktop.
+    def _restrict_to_loopback(self) -> None:
+        # Ray 2.60 listens on every interface, even when given 127.0.0.1, unless it takes the machine for a desktop.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         if "RAY_AUTH_MODE" not in os.environ:
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -81,7 +81,7 @@ class Cluster:
         run: str,
         token: bytes,
     ) -> str:
-        """Start a worker where there is what it needs; its address."""
+        """Start a worker on a node with the resources it needs; returns its address."""
         if not any(all(node["Resources"].get(key, 0) >= needs[key] for key in needs) for node in self._nodes()):
             raise ConfigError(f"worker {name} needs {_listed(needs)}, and no node of the Ray cluster has that")
         launcher = self._actor.options(**_options(needs)).remote()
@@ -103,7 +103,7 @@ class Cluster:
                 self._ray.kill(launcher)
 
     async def follow(self, number: int) -> AsyncIterator[bytes | int]:
-        """What a worker prints, or nothing every few seconds; at last its exit code."""
+        """Yield a worker's output, empty at least every few seconds, and at last its exit code."""
         launcher = self._launchers[number]
         try:
             while True:
@@ -147,7 +147,7 @@ class Launcher:
         import ray
 
         host = ray.util.get_node_ip_address() if several else "127.0.0.1"
-        os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray has read it, and what the worker runs shall not
+        os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray has read it, and the worker's code must not
         listener, address = channel.listen_on_host(host, run, number)
         read_end, write_end = os.pipe()
         reader = asyncio.StreamReader()
@@ -171,7 +171,7 @@ class Launcher:
         await self._output.put(code)
 
     async def read(self) -> bytes | int:
-        """The next that the worker printed, nothing if it is silent, and its exit code when it has ended."""
+        """The worker's next output, empty if there is none, or its exit code when it has ended."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_BEAT_S):
                 return await self._output.get()
@@ -188,7 +188,7 @@ class Launcher:
 
 
 def _options(needs: dict[str, float]) -> dict[str, Any]:
-    """Resources in the words of Ray's options; what is not named is not reserved."""
+    """Resources as Ray's options; those not named are not reserved."""
     named = {option: needs.get(key, 0) for key, option in _OPTIONS.items()}
     return {**named, "resources": {key: amount for key, amount in needs.items() if key not in _OPTIONS}}
 
@@ -198,7 +198,7 @@ def _listed(resources: dict[str, float]) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The one line of Ray's words that says why."""
+    """The line of Ray's error that gives the cause."""
     # A launcher's own error comes with its whole trace, and the error itself as the cause.
     lines = str(getattr(error, "cause", None) or error).strip().splitlines() or [type(error).__name__]
     return next((line.strip() for line in lines if "because" in line), lines[0])

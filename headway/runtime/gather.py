@@ -6,7 +6,7 @@ from typing import Any
 
 
 async def together(*starts: Awaitable[Any]) -> list[Any]:
-    """All results; when one fails, the others are ended first, so that no worker starts after the end of the run."""
+    """All results; when one fails, the others are cancelled first, so that no worker starts after the run has ended."""
     tasks = [asyncio.ensure_future(start) for start in starts]
     try:
         return list(await asyncio.gather(*tasks))

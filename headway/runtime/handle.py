@@ -1,8 +1,8 @@
 """The calling side: a handle looks like the worker's object, and every call on it is a frame to another process.
 
 Invariant that lives here:
- 15. Bounded waits: every wait has a deadline; what exceeds it fails with the name of what was awaited. A worker that
-     died fails what is pending on it, in every process, with its name.
+ 15. Bounded waits: every wait has a deadline; one that expires fails with the name of what was awaited. When a
+     worker dies, the calls pending on it fail with its name, in every process.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 _END = object()
 _EXIT_S = 5.0  # a connection that broke waits this long for the operating system to say how the worker ended
-_CONNECT_S = 30.0  # for the other machine's kernel to answer; the worker itself need not be free
+_CONNECT_S = 30.0  # for the other machine's kernel to answer; the worker itself may be busy
 _TOKENS: dict[str, bytes] = {}  # a run -> its token
 _PEERS: dict[str, "Peer"] = {}  # a worker's address -> this process's one connection to it
 
@@ -50,7 +50,7 @@ def remote_methods(cls: type) -> dict[str, bool]:
 
 
 class Inbox:
-    """What a stream has sent and its consumer has not yet taken."""
+    """The items of a stream that its consumer has not taken yet, or its error."""
 
     def __init__(self) -> None:
         self.items: deque[Any] = deque()
@@ -83,7 +83,7 @@ class Inbox:
         """The first item; the error, once there is no item before it."""
         await self.wait()
         if not self.items and self.error is not None:
-            # One error may be raised in thousands of waiters: what the others add to its traceback is not this one's.
+            # One error may be raised in thousands of waiters, each of which adds to its traceback: reset it.
             raise self.error.with_traceback(self._trace)
         return self.items.popleft()
 
@@ -118,10 +118,10 @@ class Peer:
         calls: set[asyncio.Future[Any]] = {opening}
         try:
             while not opening.done():
-                sign = asyncio.ensure_future(self.call("is_alive", (), {}, silence_s))
-                calls = {opening, sign}
+                ping = asyncio.ensure_future(self.call("is_alive", (), {}, silence_s))
+                calls = {opening, ping}
                 await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-                if sign.done() and isinstance(sign.exception(), DeadlineExceeded) and not opening.done():
+                if ping.done() and isinstance(ping.exception(), DeadlineExceeded) and not opening.done():
                     sentence = f"worker {self.name} answered no health check for {silence_s:g} s while it started"
                     raise DeadlineExceeded(f"{sentence}; see {self.log}")
                 await asyncio.wait({opening}, timeout=silence_s / 4)
@@ -156,7 +156,7 @@ class Peer:
     async def _connect(self) -> "PeerConnection":
         if self._connecting is None:
             self._connecting = asyncio.create_task(self._open_connection())
-            # All that wait for it may be gone by the time it fails.
+            # Every waiter may have been cancelled by the time it fails.
             self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._connecting)  # others may wait for the same connection
 
@@ -164,7 +164,9 @@ class Peer:
         run = channel.run_of(self.address)
         try:
             if run not in _TOKENS and self.exit is None:
-                raise HeadwayError(f"worker {self.name} is of run {run}, whose token this process lacks; join it first")
+                raise HeadwayError(
+                    f"worker {self.name} is of run {run}, whose token this process lacks; join the run first"
+                )
             if run not in _TOKENS:
                 raise await self.ended()
             async with asyncio.timeout(_CONNECT_S):
@@ -215,16 +217,16 @@ class PeerConnection(Channel):
         return True
 
     def post(self, payload: bytes, waiter: Waiter) -> int:
-        """Send a call; its answer, its items or an error will come to `waiter`."""
+        """Send a call; `waiter` receives its answer, its items or an error."""
         self._num_calls += 1
         self.send(channel.CALL, self._num_calls, payload)
         self._pending[self._num_calls] = waiter
-        if self._failing is not None and self._failing.done():  # lost before this caller came to use it
+        if self._failing is not None and self._failing.done():  # the connection was lost before this call
             self._failing = self._loop.create_task(self._fail_pending())
         return self._num_calls
 
     def forget(self, call: int) -> None:
-        """The caller no longer waits; if its answer has not come, the worker need not go on."""
+        """The caller no longer waits: cancel the call at the worker if it has not been answered."""
         if self._pending.pop(call, None) is not None:
             self.send(channel.CANCEL, call)
 
@@ -243,7 +245,7 @@ class PeerConnection(Channel):
         try:
             value: Any = codec.decode(payload) if kind != channel.END else _END
         except Exception as error:
-            sentence = f"worker {self._peer.name} answered with what this process cannot read"
+            sentence = f"worker {self._peer.name} sent an answer that this process cannot decode"
             waiter.set_exception(RemoteError(f"{sentence} ({type(error).__name__}: {error})"))
             return
         if kind == channel.ERROR:

@@ -55,7 +55,7 @@ class _Awaitable:
 
 
 async def _close(name: str, worker: Any) -> None:
-    # One that cannot close must not keep the others from closing.
+    # One that cannot close must not prevent the others from closing.
     try:
         await asyncio.wait_for(worker.close(), CLOSE_S)
     except TimeoutError:

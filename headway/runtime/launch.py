@@ -1,4 +1,4 @@
-"""The process of a worker, wherever it runs: how its parent starts it, and what is said of its end."""
+"""Starts the process of a worker, on whichever machine, and describes how it exited."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ async def execute(
     threads: int,
     directory: str | None = None,
 ) -> tuple[asyncio.subprocess.Process, int]:
-    """Start the process of a worker; also the descriptor of its lifeline, which it does not survive."""
+    """Start the process of a worker; returns it with the write end of its lifeline, on whose close it exits."""
     read_end, lifeline = os.pipe()
     with os.fdopen(read_end, "rb", buffering=0), ExitStack() as on_error:
         on_error.callback(os.close, lifeline)
@@ -49,8 +49,8 @@ def _environment(threads: int) -> dict[str, str]:
     python_path = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
     counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     # By default libgomp's threads spin at every barrier: with another busy process, products become 10 times slower.
-    patience = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000")}
-    return {**os.environ, **counts, **patience, "PYTHONPATH": os.pathsep.join(python_path)}
+    spinning = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000")}
+    return {**os.environ, **counts, **spinning, "PYTHONPATH": os.pathsep.join(python_path)}
 
 
 def open_arguments(cls: type, args: tuple[Any, ...], threads: int) -> tuple[str, list[str], int, bytes]:
@@ -70,7 +70,7 @@ def closed(peer: Peer) -> WorkerDied:
 
 
 def exit_error(peer: Peer, how: str, log_offset: int) -> WorkerDied:
-    """How a worker ended, with the last it printed; its log before `log_offset` is of an earlier one."""
+    """How a worker ended, with its last output; its log before `log_offset` is an earlier incarnation's."""
     lines: list[str] = []
     with suppress(OSError), open(peer.log, "rb") as log:
         log.seek(max(log_offset, os.path.getsize(peer.log) - _TAIL_BYTES))

@@ -63,11 +63,11 @@ class LocalRuntime:
         self._log_dir, self._deadline_s, self._silence_s = log_dir, deadline_s, silence_s or deadline_s
         log_dir.mkdir(parents=True, exist_ok=True)
         short = None if len(tempfile.gettempdir()) < _MAX_DIRECTORY else "/tmp"
-        self._named_in = log_dir / _SOCKETS_NAME
+        self._owner_file = log_dir / _SOCKETS_NAME
         self._remove_left_behind()
         self.directory = tempfile.mkdtemp(prefix=_PREFIX, dir=short)
-        with suppress(OSError):  # on a full disk the next life may leave it behind
-            self._named_in.write_text(f"{os.getpid()} {self.directory}")
+        with suppress(OSError):  # on a full disk the next run cannot remove the directory
+            self._owner_file.write_text(f"{os.getpid()} {self.directory}")
         self._token = secrets.token_bytes(channel.TOKEN_BYTES)
         join_run(self._run, self._token)
         self._workers: list[_Worker] = []
@@ -75,12 +75,12 @@ class LocalRuntime:
         self._deaths: asyncio.Queue[WorkerDied] = asyncio.Queue()
 
     def _remove_left_behind(self) -> None:
-        """Remove the directory of sockets of an earlier life that was killed before a worker could remove it."""
-        if not self._named_in.exists():
+        """Remove the directory of sockets of an earlier run that was killed before a worker could remove it."""
+        if not self._owner_file.exists():
             return
-        import psutil  # 12 ms, and few starts follow a life that was killed
+        import psutil  # 12 ms, and few runs follow one that was killed
 
-        owner, _, earlier = self._named_in.read_text().partition(" ")
+        owner, _, earlier = self._owner_file.read_text().partition(" ")
         if Path(earlier).name.startswith(_PREFIX) and not psutil.pid_exists(int(owner)):
             shutil.rmtree(earlier, ignore_errors=True)
 
@@ -125,11 +125,11 @@ class LocalRuntime:
             for worker in list(self._workers):
                 self._forget(worker)
             shutil.rmtree(self.directory, ignore_errors=True)
-            self._named_in.unlink(missing_ok=True)
+            self._owner_file.unlink(missing_ok=True)
             leave_run(self._run)
 
     def _forget(self, worker: _Worker) -> None:
-        """Nothing of a worker stays behind, however it ended."""
+        """Release everything of a worker, however it ended."""
         worker.closing = True
         worker.kill()
         if worker in self._workers:
@@ -139,7 +139,7 @@ class LocalRuntime:
 
     async def _spawn(self, name: str, threads: int) -> _Worker:
         log = self._log_dir / f"{name}.log"
-        # The parent listens before the child exists, so nobody ever connects too early.
+        # The parent listens before the child exists, so no client connects too early.
         listener, address = self._listen()
         with listener, log.open("ab") as output:
             log_offset = output.tell()  # the child moves the position they share

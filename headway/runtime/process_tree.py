@@ -91,7 +91,7 @@ def _end_children(seconds: float) -> None:
 
 
 def processor_s(pid: int) -> float:
-    """Processor time of a process and its descendants, with those that ended and were waited for; 0 once it is gone."""
+    """Processor time of a process and its descendants, reaped ones included; 0 once it has exited."""
     total = 0.0
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -105,7 +105,7 @@ SPARED: set[int] = set()  # children `kill_children` leaves alone: they serve mo
 
 
 def kill_children(spare: frozenset[int] = frozenset()) -> None:
-    """Kill and reap all child processes but `spare`; theirs become ours by death, and go the same way."""
+    """Kill and reap all child processes but `spare`; orphaned grandchildren become children and are killed too."""
     while leftover := children() - spare - SPARED:
         for pid in leftover:
             with contextlib.suppress(ProcessLookupError, PermissionError):

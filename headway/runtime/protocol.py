@@ -19,8 +19,8 @@ class Runtime(Protocol):
         compute thread, one at a time. A caller of synchronous methods types the result by a protocol of their
         awaitable form.
 
-        A name may be started again after its death or its stop. One that dies before it is open is no failure: it is
-        this call's error.
+        A name may be started again after its death or its stop. The death of one that is not open yet is
+        this call's error, not a `failure`.
         """
         ...
 
@@ -29,7 +29,7 @@ class Runtime(Protocol):
         ...
 
     async def stop(self, name: str) -> None:
-        """End one worker now, which is no failure; killed if it does not close in a bounded time; dead is fine too."""
+        """Close one worker, which is no `failure`: it is killed if that takes too long, and may be dead already."""
         ...
 
     async def close(self) -> None:

@@ -1,11 +1,11 @@
 """Every worker in a process of its own on some node of a Ray cluster.
 
-Ray places and starts workers and brings home what they print (`cluster.py`, in a process of its own); calls go over
-channels from process to process, as on one machine. So a run here is, bit for bit, the run of the local runtime.
+Ray places and starts workers and forwards their output (`driver.py`, in a process of its own); calls go over channels
+from process to process, as on one machine. So a run here equals one of the local runtime bit for bit.
 
 Invariant that lives here:
- 15. Bounded waits: a worker that dies, or whose node does, fails what is pending on it, with its name and the last
-     words that came home; one that does not close in time is killed; none outlives the controller.
+ 15. Bounded waits: a worker that dies, or whose node does, fails what is pending on it, with its name and its last
+     output; one that does not close in time is killed; none outlives the controller.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 _DRIVER = "ray"
 _CONNECT_S = 60.0
 _PLACE_S = 300.0
-_SILENCE_S = 120.0  # longer than what the driver waits for a launcher, so that it is the launcher that is named
+_SILENCE_S = 120.0  # longer than the driver waits for a launcher, so that the error names the launcher
 
 
 def check_ray() -> None:
@@ -51,7 +51,7 @@ class _RayWorker:
     peer: Peer
     log: BinaryIO
     log_offset: int
-    how: str = "nobody knows how"
+    how: str = "exit status unknown"
     opened: bool = False
     closing: bool = False
 
@@ -62,9 +62,9 @@ class _RayWorker:
 
 
 class RayRuntime:
-    """What worker NAME prints goes to `log_dir`/NAME.log; `deadline_s` bounds each call.
+    """The output of worker NAME goes to `log_dir`/NAME.log; `deadline_s` bounds each call.
 
-    `resources` says what workers of one kind need: those whose names are that word, or that word and a number.
+    `resources` is by kind of worker: "engine" is for workers named engine, engine-0, engine-1 and so on.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class RayRuntime:
         self._local = LocalRuntime(log_dir, min(_CONNECT_S, deadline_s))
         self._run, self._token = f"headway-{secrets.token_hex(8)}", secrets.token_bytes(channel.TOKEN_BYTES)
         join_run(self._run, self._token)
-        self._num_machines = 0  # not asked yet
+        self._num_machines = 0  # unknown
         self._connecting: asyncio.Task[Cluster] | None = None
         self._workers: dict[str, _RayWorker] = {}
         self._num_started = 0
@@ -102,7 +102,7 @@ class RayRuntime:
         return cast(T, Handle(worker.peer, remote_methods(cls), self._deadline_s))
 
     async def num_machines(self) -> int:
-        """Asked once, so that all workers get the same answer; it connects to the cluster, or starts one."""
+        """Counted once, so that all workers get the same number; connects to the cluster, or starts one."""
         cluster = await self._connect()
         self._num_machines = self._num_machines or await cluster.num_machines()
         return self._num_machines
@@ -122,7 +122,7 @@ class RayRuntime:
             if self._connecting is not None:
                 self._connecting.cancel()
                 await asyncio.wait({self._connecting})
-            await self._local.close()  # Ray ends with its driver, and every worker that is left with Ray
+            await self._local.close()  # ends the driver, with it Ray, and with Ray every worker left
             leave_run(self._run)
 
     async def _connect(self) -> Cluster:
@@ -154,7 +154,7 @@ class RayRuntime:
             address = await cluster.place(number, name, needs, threads, *where, self._run, self._token)
         except WorkerDied as error:
             if error.worker == _DRIVER:
-                self._connecting = None  # the next start is by a new one
+                self._connecting = None  # the next start makes a new one
             raise
         log = path.open("ab", buffering=0)
         worker = _RayWorker(number, cluster, find_peer(name, address, str(path)), log, log.tell())
@@ -163,17 +163,17 @@ class RayRuntime:
         return worker
 
     async def _follow(self, worker: _RayWorker) -> WorkerDied:
-        """Write down what a worker prints until it ends; then fail what is pending on it."""
+        """Log a worker's output until it ends; then fail the calls pending on it."""
         try:
             async for output in with_deadline(worker.cluster, _SILENCE_S).follow(worker.number):
                 if isinstance(output, int):
                     worker.how = describe_exit(output)
                 else:
-                    with suppress(OSError):  # a full disk is for those to name who need what they write
+                    with suppress(OSError):  # a full disk is reported by the writers of the record
                         worker.log.write(output)
         except HeadwayError as error:
             worker.how = str(error)
-            if isinstance(error, DeadlineExceeded):  # a driver that hangs: with it end the workers it is silent about
+            if isinstance(error, DeadlineExceeded):  # the driver hangs; ending it ends its workers
                 self._connecting = None
                 await self._local.stop(_DRIVER)
         finally:
@@ -200,7 +200,7 @@ class RayRuntime:
         if not worker.ended.done():
             await self._wait_for(worker, close_s, cluster.kill_worker(worker.number))
         if not worker.ended.done():
-            worker.ended.cancel()  # the driver then gives its launcher up
+            worker.ended.cancel()  # the driver then kills the launcher
             await asyncio.wait({worker.ended})
             worker.peer.disconnect()
 

@@ -19,7 +19,7 @@ class PrioritySemaphore:
         return sum(not turn.done() for _, _, turn in self._queue)
 
     def set_limit(self, limit: int | None) -> None:
-        """Holders above a lowered limit stay; 0 admits nobody until it is raised."""
+        """Holders above a lowered limit stay; 0 admits none until it is raised."""
         self._limit = limit
         self._admit()
 

@@ -1,7 +1,7 @@
-"""The main of a worker process: `python -m headway.runtime.worker NAME SOCKET_FD ADDRESS`, started by `process.py`.
+"""The main of a worker process: `python -m headway.runtime.worker NAME SOCKET_FD ADDRESS`, started by `launch.py`.
 
-Standard input is the lifeline: it brings the run's token, later one byte that asks the worker to close, and its end
-means that the parent is gone. Which class to construct arrives as the first call, `open`.
+Standard input is the lifeline: the parent writes the run's token, later one byte that asks the worker to close, and its
+end means that the parent has died. Which class to construct arrives as the first call, `open`.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from headway.runtime.compute import awaitable, offload, start_compute_thread
 from headway.runtime.handle import join_run, remote_methods
 from headway.runtime.process_tree import on_parent_death
 
-_PROOF_S = 60.0  # a client that has not proved by then that it has the token is disconnected
+_PROOF_S = 60.0  # a client that has not proved the token by then is disconnected
 _LONGEST_OUTPUT = 64 << 20  # bytes of a worker's log
-_MAX_UNVERIFIED = 1024  # clients that have not; one more disconnects the oldest
+_MAX_UNVERIFIED = 1024  # clients not verified yet; one more disconnects the oldest
 
 
 class Service:
-    """The one object of this process, and what runs on it."""
+    """The one object of this process, and the calls that run on it."""
 
     def __init__(self, name: str, address: str, token: bytes) -> None:
         self.name, self.address, self.token = name, address, token
@@ -51,7 +51,7 @@ class Service:
         """Import and construct; from here on the calls are the object's."""
         sys.path[:] = python_path
         module, _, qualified_name = class_path.partition(":")
-        cls: Any = await offload(importlib.import_module, module)  # for seconds, in which health checks are answered
+        cls: Any = await offload(importlib.import_module, module)  # for seconds, while health checks must be answered
         for part in qualified_name.split("."):
             cls = getattr(cls, part)
         worker = await offload(_construct, cls, threads, args)
@@ -60,7 +60,7 @@ class Service:
         self._object, self.methods = worker, remote_methods(cls)
 
     async def is_alive(self) -> None:
-        """While it opens; afterwards the object's own methods are called."""
+        """Health check while the worker opens; afterwards only the object's own methods are called."""
 
     async def close(self) -> None:
         self.closing = True
@@ -79,7 +79,7 @@ def _construct(cls: Any, threads: int, args: bytes) -> Any:
 
 
 class Connection(Channel):
-    """The calls of one client process; they are cancelled when it goes away."""
+    """The calls of one client process; they are cancelled when it disconnects."""
 
     def __init__(self, service: Service) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Connection(Channel):
                 result = await self._service.method(method)(*args, **kwargs)
                 self.send(channel.RESULT, call, codec.encode(result))
         except asyncio.CancelledError as error:
-            # Nobody waits for an answer, unless the method cancelled itself. A closing worker's silence is an answer.
+            # The client has stopped waiting, unless the method cancelled itself. A closing worker answers nothing.
             if not self._service.closing:
                 self._send_error(call, f"{self._service.name}.{method}", error)
         except Exception as error:
@@ -175,16 +175,16 @@ class Lifeline:
 
     def __init__(self, sockets: str | None) -> None:
         self._sockets = sockets  # the run's directory of sockets on this machine, if it has one
-        # User code that reads standard input must not swallow the parent's word.
+        # User code that reads standard input must not consume what the parent writes.
         self._fd = os.dup(0)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
-        # A stopped process does not see the end of the pipe, nor is there one while another process holds it.
+        # A stopped process does not see the end of the pipe, and a pipe another process inherited does not end.
         on_parent_death(os.getppid(), self._vanish)
 
     def leave_reaper(self) -> None:
-        """Have a process of this group kill it when the pipe breaks: this one may be stopped, or killed alone.
+        """Fork a process that kills this group when the pipe breaks: this process may be stopped, or killed alone.
 
         So does Ray 2.60: it kills the child of an actor that has to end, and nothing below that child.
         """
@@ -198,7 +198,7 @@ class Lifeline:
         os.closerange(3, self._fd)
         os.closerange(self._fd + 1, os.sysconf("SC_OPEN_MAX"))
         hang_up = select.poll()
-        hang_up.register(self._fd, 0)  # without being asked to, poll tells of nothing else
+        hang_up.register(self._fd, 0)  # poll reports a hang-up without being asked
         hang_up.poll()
         os.killpg(0, signal.SIGKILL)
 
@@ -222,7 +222,7 @@ class Lifeline:
 
 
 async def _bound_output() -> None:
-    """A log that became too long by what user code prints begins anew, lest it fill the disk."""
+    """Truncate a log that user code's output made too long, before it fills the disk."""
     while stat.S_ISREG(os.fstat(1).st_mode):
         if os.fstat(1).st_size > _LONGEST_OUTPUT:
             os.ftruncate(1, 0)
@@ -254,7 +254,7 @@ def main() -> None:
     join_run(channel.run_of(address), token)
     start_compute_thread()
     asyncio.run(_serve(Service(name, address, token), lifeline, listener))
-    # Closed in order. The compute thread may still be at something that never ends, and nobody waits for that.
+    # Not sys.exit, which would wait for the compute thread, whose work may never end.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -5,7 +5,7 @@ buffer (within one process it uses it directly) and copies from there into its s
 
 Invariant that lives here:
  11. Verified weight sync at every load by fingerprint: a checksum of each tensor's bytes, taken where they were
-     published and again where they are about to run, in one reading on the device.
+     published and again where they are about to be live, in one reading on the device.
 """
 
 from collections.abc import Mapping

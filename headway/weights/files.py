@@ -1,6 +1,6 @@
 """Weights as files: each version an ordinary safetensors file in a directory of its own, which every engine can read.
 
-The safetensors library writes the file next to its place; it is fsynced and renamed, so it is whole or absent. The last
+The safetensors library writes a temporary file, which is fsynced and renamed, so a file is whole or absent. The last
 two versions stay. A file holds every tensor under every name it has, tied or not, and the version in its metadata.
 Engines read it without mapping it: a mapped file that is deleted on a network file system would kill them.
 """
@@ -76,7 +76,7 @@ class WeightFiles:
 
     def _prune(self, version: int) -> None:
         """Remove this writer's files of all versions but the last two it wrote, and what earlier runs left."""
-        self._retained = [*[kept for kept in self._retained if kept < version][-1:], version]
+        self._retained = [*[number for number in self._retained if number < version][-1:], version]
         for directory in self.directory.glob("version-*"):
             number = re.fullmatch(r"version-(\d+)", directory.name)
             if number and int(number[1]) not in self._retained:

@@ -61,7 +61,7 @@ def _map(location: str) -> Tensor:
     described = json.loads(location)
     parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in described["storage"]]
     torch.cuda.init()
-    # The memory is the publisher's and goes with it.
+    # The memory ends with its publisher.
     with translated(RuntimeError, WeightsUnreachable, f"its publisher has ended ({CAUSE})"):
         storage = torch.UntypedStorage._new_shared_cuda(*parts)
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device)

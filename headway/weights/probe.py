@@ -15,11 +15,11 @@ BOUND = {"float32": 0.01, "bfloat16": 0.25, "float16": 0.05}
 float32, 0.04 in bfloat16; other weights of the same shape differ by 1 and more."""
 PARITY = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.03}
 """The same for an engine whose arithmetic follows the trainer's: at least five times what was seen on solutions to
-GSM8K's questions (5.8e-6, 0.028, 0.0035), and far below what a broken kernel does."""
-_DECIDES = 2.0
-"""Versions whose scores differ by this many times the arithmetic's differences can be told apart."""
+GSM8K's questions (5.8e-6, 0.028, 0.0035), and far below the error of a broken kernel."""
+_TELLING_RATIO = 2.0
+"""How many times the arithmetic's difference two versions' scores must differ by to be distinguished."""
 _NEGLIGIBLE = 1e-4
-"""Versions that differ by this part of the bound may look the same to an engine that rounds otherwise."""
+"""Versions that differ by less than this part of the bound may score the same in an engine that rounds otherwise."""
 
 
 def distance(one: tuple[Floats, ...], other: tuple[Floats, ...]) -> float:
@@ -55,7 +55,7 @@ class ScoreProof:
 
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
-        self._before: tuple[Scores, Scores] | None = None
+        self._last: tuple[Scores, Scores] | None = None
 
     def check(self, engine: str, scores: Scores, reference: Scores) -> None:
         """Raise unless the engine's scores are those of the reference's weights, and not of the version before."""
@@ -63,17 +63,17 @@ class ScoreProof:
         what = f"{engine} does not run version {reference.version}"
         if not off <= bound:
             raise WeightMismatch(f"{what}: its probe is off by {off:.3g} nats a token, and {bound:g} is the bound")
-        if self._before is not None and self._before[1].version != reference.version:
-            self._check_it_moved(what, scores, reference)
-        self._before = scores, reference
+        if self._last is not None and self._last[1].version != reference.version:
+            self._check_change(what, scores, reference)
+        self._last = scores, reference
 
-    def _check_it_moved(self, what: str, scores: Scores, reference: Scores) -> None:
-        assert self._before is not None
-        before, old = self._before
+    def _check_change(self, what: str, scores: Scores, reference: Scores) -> None:
+        assert self._last is not None
+        before, old = self._last
         moved = distance(reference.logprobs, old.logprobs)
         is_same = all(np.array_equal(a, b) for a, b in zip(scores.logprobs, before.logprobs, strict=True))
         if is_same and moved > _NEGLIGIBLE * BOUND[self._dtype]:
             raise WeightMismatch(f"{what}: it scores the probe exactly as under version {old.version}")
         nearer_to_old = distance(scores.logprobs, old.logprobs) < distance(scores.logprobs, reference.logprobs)
-        if nearer_to_old and moved > _DECIDES * distance(before.logprobs, old.logprobs):
+        if nearer_to_old and moved > _TELLING_RATIO * distance(before.logprobs, old.logprobs):
             raise WeightMismatch(f"{what}: its probe is that of version {old.version}")

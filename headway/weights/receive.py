@@ -1,5 +1,5 @@
-"""Fetches an update's tensors from the first place that can be reached: the publisher's memory on the same machine,
-else a connection (stream.py) or a file (files.py).
+"""Fetches an update's tensors from the first place that can be reached: the publisher's memory on the same machine, a
+connection (stream.py) or a file (files.py).
 """
 
 import mmap
@@ -24,7 +24,7 @@ def open_update(update: WeightUpdate) -> dict[str, Tensor]:
     """The update's tensors: views of the publisher's memory if this process can map it, otherwise a copy."""
     for place in update.places:
         if place.transport in ("shared_memory", "cuda"):
-            with suppress(WeightsUnreachable):  # the copy is tried next, and says why there is none
+            with suppress(WeightsUnreachable):  # the copy is tried next, and its error lists every reason
                 return _mapped(update, place)
     tensors = {info.name: torch.empty(info.shape, dtype=getattr(torch, info.dtype)) for info in update.tensors}
     receive(update, tensors)
@@ -102,8 +102,8 @@ def _mapped(update: WeightUpdate, place: WeightPlace) -> dict[str, Tensor]:
 @contextmanager
 def _open_memory(place: WeightPlace) -> Iterator[int]:
     if place.host not in ("", this_host()):
-        raise WeightsUnreachable("its memory is another machine's")
-    # The memory is the publisher's and goes with it: a dead trainer is a sentence, not a missing file.
+        raise WeightsUnreachable("its memory is on another machine")
+    # The memory ends with its publisher: report a dead trainer, not a missing file.
     with translated(OSError, WeightsUnreachable, f"its publisher has ended ({CAUSE})"), opened(place.location) as file:
         yield file
 
@@ -111,11 +111,11 @@ def _open_memory(place: WeightPlace) -> Iterator[int]:
 def _fetch_memory(
     update: WeightUpdate, place: WeightPlace, spans: Sequence[Span], memory: Iterator[memoryview]
 ) -> None:
-    """Read, do not map: the first touch of each mapped page would cost more than its copy."""
+    """Read instead of mapping: the first access to each mapped page would cost more than its copy."""
     with _open_memory(place) as file:
         for (info, start, _), piece in zip(spans, memory, strict=True):
             if not files.read_into(piece, file, info.offset + start):
-                raise WeightsUnreachable("its publisher has moved on")
+                raise WeightsUnreachable("its publisher has overwritten the version")
 
 
 def _map_memory(update: WeightUpdate, place: WeightPlace) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 Invariant that lives here:
  11. Verified weight sync at every load by fingerprint: each tensor's checksum is taken over its bytes as published,
-     and again over the bytes the receiver is about to run; a mismatch stops the run.
+     and again over the bytes that are about to be live; a mismatch stops the run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,13 +45,13 @@ class ShadowWeights:
         self._check_kinds(update)
         release_other_publishers(update)
         untouched = self._untouched(update, on_device) if update.kind == "adapter" else {}
-        # What each name will run, not what was published under it: tied here, two tensors may have arrived.
-        running: dict[str, Tensor] = {}
+        # Check what will be live: names that are tied here share one tensor, though two may have been published.
+        arrived: dict[str, Tensor] = {}
         for part in parts:
             into = self._into(part)
             receive(part, into)
-            running |= {info.key: into[info.name] for info in part.tensors}
-        found = fingerprints(running, on_device)
+            arrived |= {info.key: into[info.name] for info in part.tensors}
+        found = fingerprints(arrived, on_device)
         wrong = [name for name, value in update.fingerprints.items() if found[name] != value]
         if wrong:
             raise WeightMismatch(f"version {update.version}: {wrong[0]} arrived with another checksum than published")
@@ -118,21 +118,22 @@ class ShadowWeights:
                     raise WeightMismatch(
                         f"version {update.version}: {name} was published as {theirs}, loaded as {ours}"
                     )
-            if not _make_a_whole(pieces):
-                raise WeightMismatch(f"version {update.version}: the pieces of {name} do not make a whole")
+            if not _cover_all_rows(pieces):
+                raise WeightMismatch(f"version {update.version}: the pieces of {name} do not hold every row once")
 
     def _untouched(self, update: WeightUpdate, on_device: bool) -> dict[str, str]:
         """Fingerprints of the tensors that an adapter does not change; raise unless they are its base."""
         named = {id(self._live[info.name]): info.name for info in update.pieces}
-        kept = {name: tensor for name, tensor in self._live.items() if name not in named.values()}
-        tied = [name for name, tensor in kept.items() if id(tensor) in named]
+        unchanged = {name: tensor for name, tensor in self._live.items() if name not in named.values()}
+        tied = [name for name, tensor in unchanged.items() if id(tensor) in named]
         if tied:
-            other = named[id(kept[tied[0]])]
-            raise WeightMismatch(f"version {update.version}: its adapter has {other}, which is one with {tied[0]} here")
+            other = named[id(unchanged[tied[0]])]
+            tie = f"{other}, which is tied to {tied[0]} here"
+            raise WeightMismatch(f"version {update.version}: its adapter changes {tie}")
         if on_device not in self._live_prints:
             self._live_prints[on_device] = fingerprints(self._live, on_device)
         prints = self._live_prints[on_device]
-        untouched = {key: value for key, value in prints.items() if key.partition("[")[0] in kept}
+        untouched = {key: value for key, value in prints.items() if key.partition("[")[0] in unchanged}
         if digest(untouched) != update.base:
             found = f"made for the base {update.base}, and the base here is {digest(untouched)}"
             raise WeightMismatch(f"version {update.version}: its adapter was {found}; load that one first")
@@ -157,7 +158,7 @@ class ShadowWeights:
         return dict(next(iter(self._live_prints.values())))
 
 
-def _make_a_whole(pieces: Sequence[TensorInfo]) -> bool:
+def _cover_all_rows(pieces: Sequence[TensorInfo]) -> bool:
     """Whether every row of a tensor is in exactly one of its pieces."""
     if len(pieces) == 1 and pieces[0].num_rows is None:
         return True

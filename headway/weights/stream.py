@@ -7,8 +7,8 @@ bucket it was in. The bytes are not encrypted.
 
 Invariants that live here:
  11. Verified weight sync at every load: each answer says whether the buffer still holds the version, the last one
-     after the last byte has arrived, so that two versions never mix unnoticed; weights.py then compares fingerprints.
- 15. Bounded waits: every wait has a deadline; what exceeds it fails with the name of what was awaited.
+     after the last byte has arrived, so that two versions never mix unnoticed; shadow.py then compares fingerprints.
+ 15. Bounded waits: every wait has a deadline; one that expires fails with the name of what was awaited.
 """
 
 import hmac
@@ -46,7 +46,7 @@ _PROOF_BYTES = 32
 _REFUSED = bytes(_PROOF_BYTES)
 _REQUEST = struct.Struct("<QQQ")  # version, first byte, number of bytes
 _ANSWER = struct.Struct("<?q")  # whether the bytes of that version follow, and the newest version
-_AHEAD = 16  # requests that wait at the server: small tensors must not cost a journey each
+_AHEAD = 16  # requests in flight: small tensors must not cost a round trip each
 _MAX_CLIENTS = 1024
 _PAUSE_S = 0.1
 _CLOSE_S = 5.0
@@ -67,7 +67,7 @@ class Source(Protocol):
 
 def _set_deadline(peer: socket.socket, seconds: float) -> None:
     """Set the kernel's deadline on each call. With Python's timeout the socket would not block, and a call would move
-    the bytes that happen to be there instead of a whole bucket."""
+    the bytes available so far instead of a whole bucket."""
     peer.settimeout(None)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     interval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
@@ -76,7 +76,7 @@ def _set_deadline(peer: socket.socket, seconds: float) -> None:
 
 
 def _receive(peer: socket.socket, memory: memoryview, seconds: float) -> None:
-    """Fill the memory, or raise: TimeoutError, or ConnectionError when the other side is gone."""
+    """Fill the memory, or raise: TimeoutError, or ConnectionError when the other side has closed."""
     deadline = time.monotonic() + seconds
     while len(memory):
         with translated(BlockingIOError, TimeoutError, CAUSE):
@@ -157,7 +157,7 @@ class WeightServer:
 
     def _serve(self, client: socket.socket) -> None:
         try:
-            # A client that leaves, is silent or reads too slowly costs its own transfer, and says so on its side.
+            # A client that disconnects, is silent or reads too slowly loses its own transfer, and reports that itself.
             with suppress(OSError), client:
                 _set_deadline(client, CONNECT_S)
                 if self._is_trusted(client):
@@ -187,13 +187,13 @@ class WeightServer:
         if num_bytes > MAX_BUCKET_BYTES or start + num_bytes > len(memory):
             return False
         client.sendall(_ANSWER.pack(True, version), socket.MSG_MORE if num_bytes else 0)
-        # Not sendfile, which hands the kernel one small page after another: on loopback this is half as fast again.
+        # Not sendfile, which works page by page: on loopback this is 1.5 times as fast.
         client.sendall(memory[start : start + num_bytes])
         return True
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is that of every machine to itself."""
+    """Whether only this machine can reach the address."""
     with suppress(ValueError):
         return ipaddress.ip_address(address).is_loopback
     return address == "localhost"
@@ -218,7 +218,7 @@ class _Fetch:
         self._num_done = 0
         self._next = next(memory, memoryview(b""))
 
-    def go_on(self, server: socket.socket) -> None:
+    def resume(self, server: socket.socket) -> None:
         """Receive the missing spans; then check that the buffer still holds this version."""
         num_asked = self._num_done
         while self._num_done < len(self._spans):
@@ -238,7 +238,7 @@ class _Fetch:
     def _read_answer(self, server: socket.socket) -> None:
         holds, newest = _ANSWER.unpack(_receive_bytes(server, _ANSWER.size, ANSWER_S))
         if not holds:
-            raise WeightsUnreachable(f"its publisher has moved on to version {newest}")
+            raise WeightsUnreachable(f"its publisher has overwritten it with version {newest}")
 
 
 def fetch(update: WeightUpdate, place: WeightPlace, spans: Sequence[Span], memory: Iterator[memoryview]) -> None:
@@ -247,10 +247,10 @@ def fetch(update: WeightUpdate, place: WeightPlace, spans: Sequence[Span], memor
     cause = ""
     for attempt in range(NUM_CONNECTIONS):
         time.sleep(_PAUSE_S * (2**attempt - 1))
-        # A connection that breaks is worth another; a server that is silent, refuses or has moved on is not.
+        # Reconnect after a broken connection only: not to a server that is silent, refuses, or has a newer version.
         try:
             with _connect(place.location, update.token) as server:
-                return state.go_on(server)
+                return state.resume(server)
         except TimeoutError:
             raise WeightsUnreachable(f"{place.location} sent no answer within {ANSWER_S:g} s") from None
         except OSError as error:
@@ -265,21 +265,21 @@ def _connect(location: str, token: bytes) -> socket.socket:
         server = socket.create_connection((host, int(port)), CONNECT_S)
     try:
         _set_deadline(server, ANSWER_S)
-        _introduce(server, location, token)
+        _authenticate(server, location, token)
     except BaseException:
         server.close()
         raise
     return server
 
 
-def _introduce(server: socket.socket, location: str, token: bytes) -> None:
+def _authenticate(server: socket.socket, location: str, token: bytes) -> None:
     greeting = _receive_bytes(server, len(_GREETING) + _PROOF_BYTES, ANSWER_S)
     if not greeting.startswith(_GREETING):
-        raise WeightsUnreachable(f"what listens at {location} serves no weights")
+        raise WeightsUnreachable(f"the program that listens at {location} serves no weights")
     ours, theirs = secrets.token_bytes(_PROOF_BYTES), greeting[len(_GREETING) :]
     server.sendall(ours + _proof(token, b"engine", theirs + ours))
     answer = _receive_bytes(server, _PROOF_BYTES, ANSWER_S)
     if answer == _REFUSED:
         raise WeightsUnreachable(f"{location} refused this process's token")
     if not hmac.compare_digest(answer, _proof(token, b"trainer", theirs + ours)):
-        raise WeightsUnreachable(f"what listens at {location} does not know the run's token")
+        raise WeightsUnreachable(f"the program that listens at {location} does not know the run's token")

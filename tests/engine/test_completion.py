@@ -130,9 +130,9 @@ def test_requests_that_cannot_be_generated_are_refused_by_name() -> None:
     for context, vocab_size, sampled, match in [
         (2, 8, (), "request train/0/0/0 has 3 tokens, more than the context of 2"),
         (3, 7, (), "holds a token outside the model's vocabulary of 7"),
-        (4, 8, (1, 1), "with what was sampled of it has 5 tokens"),
-        (9, 8, (1, 9), "with what was sampled of it holds a token outside"),
-        (9, 8, (1, 1, 1), "brings 3 sampled tokens, over its 2"),
+        (4, 8, (1, 1), "with its sampled tokens has 5 tokens"),
+        (9, 8, (1, 9), "with its sampled tokens holds a token outside"),
+        (9, 8, (1, 1, 1), "comes with 3 sampled tokens, more than its max_tokens of 2"),
     ]:
         tokens = given(*sampled)
         chunk = Chunk(tokens, logprobs_of(tokens), tokens * 0) if sampled else None

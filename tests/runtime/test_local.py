@@ -17,7 +17,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_the_sockets_of_a_life_killed_before_its_first_worker_are_removed_by_the_next(tmp_path: Path) -> None:
+def test_sockets_of_a_run_killed_before_its_first_worker_are_removed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED_BEFORE_ITS_FIRST_WORKER, str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     left = subprocess.run(command, env=env, capture_output=True, text=True).stdout.strip()

@@ -146,7 +146,7 @@ def test_the_file_is_read_when_the_server_cannot_be_reached(tmp_path: Path, monk
     os.unlink(update.elsewhere[1].location)
     said = unreachable(update)
     assert [part.partition(" ")[2] for part in said.split("; ")] == [
-        "memory is another machine's",
+        "memory is on another machine",
         "could not be read in 4 connections (Connection refused)",
         "cannot be read (No such file or directory)",
     ]

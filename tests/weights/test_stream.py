@@ -112,7 +112,7 @@ def test_a_receiver_on_the_publishers_machine_takes_the_memory_itself() -> None:
     publisher.close()
     elsewhere = dataclasses.replace(update, host="another machine")
     said = unreachable(elsewhere)
-    assert said.startswith("its memory is another machine's; ") and said.endswith("(Connection refused)")
+    assert said.startswith("its memory is on another machine; ") and said.endswith("(Connection refused)")
 
 
 # A publisher that moves on, or ends
@@ -120,7 +120,7 @@ def test_a_receiver_on_the_publishers_machine_takes_the_memory_itself() -> None:
 
 def test_a_version_that_was_written_over_is_named_with_the_newest(publisher: Publisher) -> None:
     updates = [publisher.publish(version, large(float(version))) for version in range(3)]
-    assert unreachable(updates[0]) == "its publisher has moved on to version 2"
+    assert unreachable(updates[0]) == "its publisher has overwritten it with version 2"
     assert equal(open_update(updates[1]), large(1.0)) and equal(open_update(updates[2]), large(2.0))
 
 
@@ -141,7 +141,7 @@ def test_invariant_11_a_version_written_over_while_it_is_read_is_never_taken_for
                 for version in (1, 2):
                     publisher.publish(version, {"matrix": large(-1.0)["matrix"]})
 
-    with pytest.raises(WeightsUnreachable, match="its publisher has moved on to version 2"):
+    with pytest.raises(WeightsUnreachable, match="its publisher has overwritten it with version 2"):
         stream.fetch(update, update.places[0], spans, pieces())
 
 
@@ -151,7 +151,7 @@ def one_tensor(update: WeightUpdate) -> tuple[TensorInfo, WeightUpdate]:
 
 
 @pytest.mark.usefixtures("small_buckets")
-def test_invariant_11_readers_beside_a_hasty_publisher_get_one_version_or_a_sentence(publisher: Publisher) -> None:
+def test_invariant_11_readers_of_a_hasty_publisher_get_one_version_or_a_sentence(publisher: Publisher) -> None:
     """Every attempt ends in exactly the published weights, or in an error; never in a mix of two versions."""
     stop, outcomes = threading.Event(), list[str]()
     newest = [publisher.publish(0, large(0.0))]
@@ -300,7 +300,7 @@ def test_invariant_13_generation_goes_on_while_weights_are_in_transfer(tiny_mode
     publisher.close()
 
 
-def test_a_transfer_whose_caller_gave_up_never_writes_beside_the_next(
+def test_a_transfer_whose_caller_gave_up_never_writes_into_the_next(
     tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_transfer, go_on = threading.Event(), threading.Event()

@@ -95,7 +95,7 @@ def test_a_stranger_who_listens_is_recognised(publisher: Publisher, greeting: by
         location = f"127.0.0.1:{listener.getsockname()[1]}"
         found = unreachable(dataclasses.replace(update, location=location))
         thread.join()
-    assert found == f"what listens at {location} {said}"
+    assert found == f"the program that listens at {location} {said}"
 
 
 @pytest.mark.parametrize("wanted", [(0, 0, 2**27), (0, 2**63, 10), (0, 190_000, 20_000), (2**64 - 1, 0, 10)])

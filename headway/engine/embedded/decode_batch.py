@@ -1,4 +1,4 @@
-"""The batch that decodes on a GPU, as tensors that keep their addresses: loaded by the host, advanced by the device.
+"""The batch that decodes on a GPU, as tensors with fixed addresses: loaded by the host, advanced by the device.
 
 Shape suffixes: B rows of the batch, G groups of rows that share a prompt, P pages of a row, S steps, E stop tokens.
 """
@@ -17,7 +17,7 @@ from headway.engine.embedded.sequence import RunningSequence
 from headway.types import Floats, Ints
 
 NUM_STOP_TOKENS = 8
-"""Stop tokens the device looks for; a request with more is cut at the others by the host."""
+"""Stop tokens that the device checks; the host cuts a request with more at the others."""
 MAX_GROUP = 16
 """Rows that read a shared prompt together; larger groups are several."""
 
@@ -103,7 +103,7 @@ class DecodeBatch:
     # The device's part: these run inside graphs
 
     def begin_step(self) -> None:
-        """Where each row's last token goes, and what it sees."""
+        """Compute where each row's last token is written, and how many tokens it attends to."""
         lengths_B, alive_B, table_BP = map(self.rows, ("lengths", "alive", "table"))
         positions_B, slots_B, visible_B = map(self.rows, ("positions", "slots", "visible"))
         kernels.begin_step(lengths_B, alive_B, table_BP, positions_B, slots_B, visible_B, self._step, PAGE)
@@ -126,7 +126,7 @@ class DecodeBatch:
 
 
 def _write_rows(host: dict[str, NDArray[np.generic]], sequences: Sequence[RunningSequence], num_rows: int) -> None:
-    """Field by field for all rows, since this happens at every host synchronisation; padding is not alive."""
+    """Fill the host tensors, field by field because this runs at every synchronisation; padding is not alive."""
     n = len(sequences)
     temperatures = np.array([sequence.request.sampling.temperature for sequence in sequences], np.float32)
     lengths = np.array([sequence.num_tokens for sequence in sequences], np.int32)

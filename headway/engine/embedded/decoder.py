@@ -25,7 +25,7 @@ from headway.model.logprobs import logit_softcap
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """An RMS norm; a weight with `unit_offset` is what is added to 1, and is applied before rounding, not after."""
+    """An RMS norm; with `unit_offset` the weight is added to 1, and applied before rounding instead of after."""
 
     weight: Tensor
     eps: float

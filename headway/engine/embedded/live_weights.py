@@ -1,8 +1,8 @@
 """The engine's live weights, the staged set, and their exchange.
 
-Matrices that meet the same input are laid side by side. On a CPU with oneDNN, wide ones are kept in that library's own
-layout: a decode step's products are 1.2 to 2 times as fast, the head's the most. Both copies are made while staging,
-not while decoding. Logits are always fp32.
+Matrices with the same input are concatenated. On a CPU with oneDNN, wide ones are stored in that library's own layout:
+a decode step's products are 1.2 to 2 times as fast, the head's the most. Both copies are made while staging, not while
+decoding. Logits are always fp32.
 
 Invariant that lives here:
  11. Verified weight sync at every load: what is packed is packed from the bytes whose fingerprints were checked.
@@ -44,8 +44,8 @@ def _product(inputs: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 class Matrix:
     """One or more linear layers with the same input, as one product.
 
-    On a GPU the layers' parameters become views of the product's own tensor, which keeps its address for ever: writing
-    the parameters is all a swap has to do, and captured graphs stay valid.
+    On a GPU the layers' parameters become views of the product's own tensor, whose address never changes: a swap
+    only writes the parameters, and captured graphs stay valid.
     """
 
     def __init__(self, linears: Sequence[nn.Linear], num_rows: int):

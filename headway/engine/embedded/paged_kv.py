@@ -1,7 +1,7 @@
 """Paged KV cache of the embedded engine on a GPU: pages of 16 tokens, shared between the sequences of a group.
 
-A sequence is a list of pages. Forking a prompt shares its whole pages and copies the one that is partly filled, since
-the two sequences go on in it differently. A page returns to the pool when its last holder releases it. All
+A sequence is a list of pages. Forking a prompt shares its full pages and copies the one that is partly filled, since
+the two sequences continue in it differently. A page returns to the pool when its last holder releases it. All
 accounting is on the host; the device reads page tables.
 """
 
@@ -85,7 +85,7 @@ class PagedMemory:
         row.num_pages = num_pages
 
     def copy(self, source: Pages, target: Pages, num_tokens: int) -> None:
-        """Fork: what is not shared already is copied before the model next runs."""
+        """Fork: pages that are not shared are copied before the model runs next."""
         for place in range(_num_pages(num_tokens)):
             page = int(source.ids[place])
             if page != target.ids[place]:
@@ -93,7 +93,7 @@ class PagedMemory:
                 self._copies[int(target.ids[place])] = self._copies.get(page, page)
 
     def flush(self) -> None:
-        """Carry out the copies that forks asked for, all at once."""
+        """Perform the pending copies of forks, all at once."""
         if self._copies:
             pairs = torch.tensor(list(self._copies.items()), device=self._kv.device)
             self._kv[:, pairs[:, 0]] = self._kv[:, pairs[:, 1]]

@@ -1,7 +1,7 @@
 """Sampling: counter-based randomness, log-probs and truncated draws, for a batch of rows.
 
-What a request samples depends on (seed, stream, group, trajectory, call, position) and its logits, never on who
-shares its batch: one uniform number per token, drawn by hashing, inverts the cumulative distribution.
+What a request samples depends on (seed, stream, group, trajectory, call, position) and its logits, never on the
+rest of its batch: one uniform number per token, drawn by hashing, inverts the cumulative distribution.
 
 Shape suffixes: B rows, V vocabulary.
 """
@@ -55,7 +55,7 @@ def sample(logits_BV: Tensor, samplings: list[Sampling], uniforms_B: NDArray[np.
         if truncates(sampling):
             _truncate(weights_BV[row], sampling)
             masses[row] = blocks[row].sum(-1).double()
-    # Weights that are not numbers point nowhere; the log-prob of whatever is taken says NaN, and the trainer sees it.
+    # With NaN among the weights any token may come out; its log-prob is NaN, and the scheduler ends the request.
     tokens_B = _invert(blocks, masses, torch.from_numpy(uniforms_B)).clamp_(max=vocab - 1)
     greedy_B = torch.tensor([s.temperature == 0 for s in samplings])
     if greedy_B.any():
@@ -68,15 +68,15 @@ def sample(logits_BV: Tensor, samplings: list[Sampling], uniforms_B: NDArray[np.
 def _truncate(weights_V: Tensor, sampling: Sampling) -> None:
     """Zero, in place, what top-k and top-p exclude; the likeliest token always stays."""
     ordered, order = weights_V.sort(descending=True, stable=True)
-    keep = torch.ones_like(ordered, dtype=torch.bool)
+    allowed = torch.ones_like(ordered, dtype=torch.bool)
     if sampling.top_k:
-        keep[sampling.top_k :] = False
-        ordered = torch.where(keep, ordered, 0.0)  # top-p is of what top-k leaves
+        allowed[sampling.top_k :] = False
+        ordered = torch.where(allowed, ordered, 0.0)  # top-p is of what top-k leaves
     if sampling.top_p < 1:
         mass = ordered.double().cumsum(0)
-        keep &= mass - ordered < sampling.top_p * mass[-1]
-    keep[0] = True
-    weights_V[order[~keep]] = 0.0
+        allowed &= mass - ordered < sampling.top_p * mass[-1]
+    allowed[0] = True
+    weights_V[order[~allowed]] = 0.0
 
 
 def _invert(blocks: Tensor, masses: Tensor, uniforms_B: Tensor) -> Tensor:
@@ -92,6 +92,6 @@ def _invert(blocks: Tensor, masses: Tensor, uniforms_B: Tensor) -> Tensor:
     before_B = torch.where(block_B > 0, edges[rows_B, block_B - 1], 0.0)
     inner = blocks[rows_B, block_B].double()
     within = torch.searchsorted(inner.cumsum(-1), (target_B - before_B)[:, None], right=True).squeeze(-1)
-    # Rounding may put the target at the block's very end; the last token with any weight is then the one meant.
+    # Rounding may put the target past the block's last weight; take the last token with any weight then.
     last_with_weight = _BLOCK - 1 - (inner.flip(-1) > 0).int().argmax(-1)
     return block_B * _BLOCK + torch.minimum(within, last_with_weight)

@@ -134,7 +134,7 @@ class EmbeddedEngine:
             if not finished and self._arrived.pop(name, None) is None:
                 async with self._between_steps:
                     self._core.drop(request.key)
-            # Only now: a request that reuses the key must not be handed what was meant for this one.
+            # Last, because a request that reuses the key must not receive the items of this one.
             del self._streams[name]
 
     async def _await_key(self, name: str) -> None:

@@ -1,7 +1,7 @@
 """KV cache of the embedded engine on a CPU: slabs cut into rows of one size class.
 
 The memory is a fixed number of slabs. A slab in use belongs to one size class and holds rows of equal capacity (64,
-128, 256, … tokens); a sequence lives in one row, contiguous, and moves to the next class when it outgrows its row.
+128, 256, … tokens); a sequence has one row, contiguous, and moves to the next class when it outgrows its row.
 Decode attention then reads each slab as a dense batch in place: nothing is gathered, and padding stays below a factor
 of two. Freeing a row moves the class's last row into the hole, so at most one slab per class is partly filled.
 Running out is an answer (`None`, `False`), not a failure: the scheduler waits or preempts.

@@ -43,8 +43,8 @@ class Client:
     def __init__(self, address: str, deadline_s: float):
         self.name = f"the vLLM server at {address}" if address.startswith("http") else "the vLLM server"
         self._deadline_s = deadline_s
-        # No limit here on connections: the engine limits the requests in flight. And none is used
-        # twice: vLLM closes one that is idle for 5 s, perhaps at the moment in which the next request is sent on it.
+        # No limit on connections: the engine limits the requests in flight. None is reused: vLLM closes a connection
+        # that is idle for 5 s, perhaps just as the next request is sent on it.
         connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0, force_close=True)
         if not address.startswith("http"):
             connector, address = aiohttp.UnixConnector(address, limit=0, force_close=True), "http://localhost"
@@ -57,17 +57,17 @@ class Client:
 
     async def get(self, path: str, params: dict[str, str] | None = None) -> tuple[int, str]:
         """Status and body of a request that a server answers at once."""
-        async with self._asked("GET", path, QUICK_S, params=params) as response:
+        async with self._request("GET", path, QUICK_S, params=params) as response:
             return response.status, await response.text()
 
     async def post(self, path: str, body: Message | None = None, params: dict[str, str] | None = None) -> Any:
         """POST, and return the answer's JSON. 4xx raises RequestRefused, 5xx ServerFailed."""
-        async with self._asked("POST", path, self._deadline_s, params=params, json=body) as response:
+        async with self._request("POST", path, self._deadline_s, params=params, json=body) as response:
             return await self._json(path, response)
 
     async def stream(self, path: str, body: Message) -> AsyncGenerator[StreamPart, None]:
         """Yield the parts of a generation as they arrive; the last has a `finish`."""
-        async with self._asked("POST", path, self._deadline_s, is_stream=True, json=body) as response:
+        async with self._request("POST", path, self._deadline_s, is_stream=True, json=body) as response:
             if response.status != 200:
                 await self._json(path, response)
             finished = False
@@ -85,11 +85,11 @@ class Client:
             raise RequestRefused(f"{self.name} refused {path}: {messages.text_error(text)}")
         if response.status != 200:
             raise ServerFailed(f"{path} answered {response.status}: {messages.text_error(text)}")
-        with translated(ValueError, ServerFailed, f"{path} answered what is not JSON"):
+        with translated(ValueError, ServerFailed, f"the answer of {path} is not JSON"):
             return json.loads(text)
 
     @asynccontextmanager
-    async def _asked(
+    async def _request(
         self, method: str, path: str, seconds: float, is_stream: bool = False, **kwargs: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request. For a stream the deadline applies to each read instead of the whole."""
@@ -112,9 +112,9 @@ class Client:
             raise ConfigError(
                 f"{self.name} has no endpoints for weights; start it with VLLM_SERVER_DEV_MODE=1 in its environment"
             )
-        settings = (await self._ask_json("/server_info", {"config_format": "json"}))["vllm_config"]
+        settings = (await self._get_json("/server_info", {"config_format": "json"}))["vllm_config"]
         model, cache = settings["model_config"], settings["cache_config"]
-        served = (await self._ask_json("/v1/models"))["data"][0]
+        served = (await self._get_json("/v1/models"))["data"][0]
         return Facts(
             version=version,
             model=served["id"],
@@ -126,7 +126,7 @@ class Client:
 
     async def _version(self) -> str:
         what = f"{self.name} does not look like a vLLM server; check engine.urls"
-        # Whatever listens there, if anything does, may answer anything.
+        # Any program may listen there, and answer anything.
         with translated(
             (ServerFailed, ValueError, KeyError, TypeError),
             ConfigError,
@@ -140,15 +140,15 @@ class Client:
 
     async def _has_spans(self) -> bool:
         """Whether the server reports weight versions per token, and accepts a version for new weights."""
-        # Asked of its own listing: an endpoint that is switched off is there all the same, and refuses every call.
-        listed: Message = (await self._ask_json("/openapi.json"))["paths"]
+        # Read from its list of endpoints: calling one would not tell, because one that is disabled refuses every call.
+        listed: Message = (await self._get_json("/openapi.json"))["paths"]
         return {messages.GENERATE, "/update_weight_version"} <= listed.keys()
 
-    async def _ask_json(self, path: str, params: dict[str, str] | None = None) -> Any:
+    async def _get_json(self, path: str, params: dict[str, str] | None = None) -> Any:
         status, text = await self.get(path, params)
         if status != 200:
-            said = messages.text_error(text)
-            raise ConfigError(f"{self.name} answers {path} with {status} ({said}); start it without what forbids that")
+            answer = f"{path} with {status} ({messages.text_error(text)})"
+            raise ConfigError(f"{self.name} answers {answer}; start it without options that restrict endpoints")
         return json.loads(text)
 
     async def metrics(self) -> dict[str, float]:
@@ -170,7 +170,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[Message]:
             data = event.strip().removeprefix(b"data:").strip()
             if data == b"[DONE]":
                 return
-            with translated(ValueError, ServerFailed, f"a stream brought what is not JSON: {data[:80]!r}"):
+            with translated(ValueError, ServerFailed, f"an event of a stream is not JSON: {data[:80]!r}"):
                 message = json.loads(data)
             yield message
 

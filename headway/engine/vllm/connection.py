@@ -114,7 +114,7 @@ class ServerConnection:
         """A server without version spans cannot keep KV across a swap: refuse that setting."""
         if self._section.kv_on_swap == "keep":
             raise ConfigError(
-                f"{what} does not say which weights sampled a token, and engine.kv_on_swap = keep needs that; "
+                f"{what} does not report which weights sampled a token, and engine.kv_on_swap = keep needs that; "
                 "serve with --enable-scale-out (vLLM 0.32), or set engine.kv_on_swap = recompute"
             )
 
@@ -153,9 +153,9 @@ class ServerConnection:
             await asyncio.sleep(_HEALTH_EVERY_S)
             try:
                 if not await self.client.is_healthy():
-                    return WorkerDied(f"{self.client.name} says that its engine is dead; see its log")
+                    return WorkerDied(f"{self.client.name} reports that its engine is dead; see its log")
             except ServerFailed as error:
-                return WorkerDied(f"{self.client.name} is gone ({error})")
+                return WorkerDied(f"{self.client.name} cannot be reached ({error})")
             except DeadlineExceeded as error:
                 return error
 

@@ -4,7 +4,7 @@ Two endpoints can generate. `/inference/v1/generate` is token in, token out, and
 sampled which tokens (spans); it exists with `--enable-scale-out`. `/v1/completions` is on every server and knows
 nothing of versions. Log-probs come with the sampled token (`logprobs = 0`), at the temperature it was sampled at:
 under `--logprobs-mode processed_logprobs` vLLM gives log-softmax(logits ÷ temperature) after top-k and top-p, under
-`raw_logprobs` log-softmax(logits). The first is what we want of a full distribution, the second of a cut one at
+`raw_logprobs` log-softmax(logits). The first is right for a full distribution, the second for a truncated one at
 temperature 1.
 """
 
@@ -86,7 +86,7 @@ def _sampling_params(submission: Submission) -> Message:
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "min_p": 0.0,
-        "repetition_penalty": 1.0,  # said, because a model's generation_config.json may say otherwise
+        "repetition_penalty": 1.0,  # explicit, because a model's generation_config.json may set another
         "max_tokens": submission.max_tokens,
         "seed": submission.seed,
         "logprobs": 0,
@@ -164,7 +164,7 @@ def scores_of(answer: Message, tokens: Ints) -> Floats:
     """Log-probs of `tokens`, each given those before it; 0 for the first."""
     found = answer.get("prompt_logprobs") or answer["choices"][0].get("prompt_logprobs")
     if found is None or len(found) != len(tokens):
-        raise ServerFailed(f"asked for the log-probs of {len(tokens)} tokens, got {len(found or [])}")
+        raise ServerFailed(f"it scored {len(found or [])} of {len(tokens)} tokens")
     values = [0.0] + [entry[str(token)]["logprob"] for entry, token in zip(found[1:], tokens[1:].tolist(), strict=True)]
     return np.array(values, np.float32)
 

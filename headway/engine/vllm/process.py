@@ -1,8 +1,8 @@
 """Starts a vLLM server and watches it: its own interpreter, a private socket, no process left behind.
 
-The server listens on a Unix-domain socket in a private directory, because the endpoints that load weights ask nobody
-for a password. A guardian (headway/runtime/guardian.py) stands between: it ends the server and all its processes when
-this process ends in whatever way, which vLLM 0.32 does not do: its engine core outlives a killed API server.
+The server listens on a Unix-domain socket in a private directory, because the endpoints that load weights have no
+authentication. A guardian (headway/runtime/guardian.py) is its parent process: it ends the server and all its processes
+however this process ends. vLLM 0.32 does not: its engine core outlives a killed API server.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _ASK_VERSION = "from importlib.metadata import version; print(version('vllm'))"
 _ASK_S = 60.0
 _CLOSE_S = 9.0
 _SHORT = 80  # characters of a directory whose sockets' names still fit into 107
-_KEPT_LINES = 400
+_NUM_LINES = 400
 SCALE_OUT = (0, 32)
 """The version from which `--enable-scale-out` is known: tokens in and out, with the versions of the weights."""
 _CAUSE = re.compile(r"(?:^|[\s'\"])((?:\w+\.)*\w*(?:Error|Exception)|error): (?P<said>\S.*)")
@@ -38,7 +38,7 @@ _PREFIX = re.compile(r"^(\([\w -]+ pid=\d+\) )?([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]+
 def check_interpreter(python: str) -> tuple[int, ...]:
     """The version of vLLM that an interpreter has installed; raise if it has none or cannot run."""
     if shutil.which(python) is None:
-        raise ConfigError(f"engine.vllm_python = {python} is no program that can be run; name an interpreter")
+        raise ConfigError(f"engine.vllm_python = {python} cannot be executed; name an interpreter")
     command, clean = [python, "-c", _ASK_VERSION], _clean_environment()
     with translated(
         subprocess.TimeoutExpired, DeadlineExceeded, f"engine.vllm_python = {python} did not answer within {_ASK_S:g} s"
@@ -68,7 +68,7 @@ def arguments(
     else:
         listed["--gpu-memory-utilization"] = f"{kv_share:g}"
     if version < SCALE_OUT:
-        # Said to the server, because here a request cannot: an event for every token is more than it can write.
+        # For the whole server, since a request of this version cannot set it: one event per token would be its limit.
         listed["--stream-interval"] = str(section.tokens_per_chunk)
     flags = ["--disable-uvicorn-access-log", *["--enable-scale-out"] * (version >= SCALE_OUT)]
     if section.device == "cpu":
@@ -90,7 +90,7 @@ def environment(device: str, scratch: str) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",  # without it there are no endpoints for weights
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        # Its sockets, but not all that is temporary: what torch compiles has to outlive the server, or starts are slow.
+        # Only its sockets, not TMPDIR: compiled kernels must outlive the server, or every start is slow.
         "VLLM_RPC_BASE_PATH": scratch,
     }
     if device == "cpu":
@@ -110,7 +110,7 @@ class Server:
     def __init__(self, process: asyncio.subprocess.Process, socket: str) -> None:
         self.socket = socket
         self._process = process
-        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._lines: deque[str] = deque(maxlen=_NUM_LINES)
         self.ended = asyncio.create_task(self._watch())
 
     @classmethod

@@ -1,8 +1,8 @@
-"""A completion being sampled by a server, over as many submissions as swaps and aborts make of it.
+"""A completion sampled by a vLLM server, in one submission or, after swaps and aborts, several.
 
 Invariants that live here:
-  3. The engine stamps versions: a token is stamped with what the server's spans say; before they come, only where no
-     swap began since its submission, and nothing is handed out whose version is not known.
+  3. The engine stamps versions: a token's version is that of the server's spans; before they arrive, it is known only
+     if no swap began since the submission. Only tokens whose version is known are sent to the caller.
   9. Explicit stop reasons travel with the completion.
 """
 
@@ -17,7 +17,7 @@ from headway.errors import InvariantBroken
 from headway.types import NOT_SAMPLED, Chunk, Completion, Request, StopReason
 
 _UNKNOWN = NOT_SAMPLED
-_MOST_FRUITLESS = 3
+_MAX_FRUITLESS = 3
 """Submissions in a row that the server may end without a token before that counts as its failure."""
 
 
@@ -34,7 +34,7 @@ class ServedSequence(PartialCompletion):
         self._num_submissions = self._num_fruitless = 0
         self._is_interrupted = False
         self._start = self.num_tokens  # before the current submission
-        self._num_known = self.num_tokens  # tokens whose version is; those after them wait for the server's spans
+        self._num_known = self.num_tokens  # tokens whose version is known; the others wait for the server's spans
 
     @property
     def has_new(self) -> bool:
@@ -80,7 +80,7 @@ class ServedSequence(PartialCompletion):
         count = self.extend(np.array(part.tokens, np.int32), np.array(part.logprobs, np.float32), self._version)
         if self.stamps:
             self._num_known = self.num_tokens
-        self._hand_out()
+        self._send_known()
         return count
 
     def end_submission(self, finish: str, spans: tuple[Span, ...] | None) -> None:
@@ -88,7 +88,7 @@ class ServedSequence(PartialCompletion):
         for span in spans or ():
             self._stamp(span)
         if (self.versions[self._start : self.num_tokens] == _UNKNOWN).any():
-            raise InvariantBroken(f"the server did not say which weights sampled the tokens of request {self.name}")
+            raise InvariantBroken(f"the server did not report which weights sampled the tokens of request {self.name}")
         self._num_known = self.num_tokens
         self._num_fruitless = 0 if self.has_new or self._is_interrupted else self._num_fruitless + 1
         if self.stop is not None:
@@ -98,13 +98,13 @@ class ServedSequence(PartialCompletion):
         elif finish == "length":
             full = self.num_sampled >= self.request.sampling.max_tokens
             self.stop = StopReason.LENGTH if full else StopReason.CONTEXT
-        elif finish != "abort" or self._num_fruitless >= _MOST_FRUITLESS:
+        elif finish != "abort" or self._num_fruitless >= _MAX_FRUITLESS:
             raise ServerFailed(f"it ended request {self.name} with {finish!r}")
 
     def _stamp(self, span: Span) -> None:
         stamped = self.versions[self._start + span.start : min(self._start + span.end, self.num_tokens)]
         if (other := stamped[(stamped != _UNKNOWN) & (stamped != span.version)]).size:
-            raise InvariantBroken(f"a token of version {other[0]} was sampled by {span.version}, the server says")
+            raise InvariantBroken(f"the server reports versions {other[0]} and {span.version} for the same token")
         stamped[:] = span.version
 
     # Output
@@ -118,13 +118,13 @@ class ServedSequence(PartialCompletion):
             if isinstance(item, Completion):
                 return
 
-    def _hand_out(self) -> None:
+    def _send_known(self) -> None:
         if self._num_known > self.num_sent:
             self._items.put_nowait(self.take_chunk(self._num_known))
 
     def finish(self, stop: StopReason) -> None:
         """Send the completion, with all tokens whose version is known."""
-        self._hand_out()
+        self._send_known()
         self.truncate(self._num_known)
         self.stop = stop
         self._items.put_nowait(self.completion())

@@ -123,7 +123,7 @@ def test_a_stop_string_that_spans_the_border_is_seen(tiny_model: str) -> None:
 @pytest.mark.parametrize(
     ("tokens", "sentence"),
     [
-        ([5] * 9, "brings 9 sampled tokens, over its 8"),
+        ([5] * 9, "comes with 9 sampled tokens, more than its max_tokens of 8"),
         ([5, 100_000], "holds a token outside the model's vocabulary"),
         ([5, -1], "holds a token outside the model's vocabulary"),
     ],

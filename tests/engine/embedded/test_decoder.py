@@ -98,7 +98,7 @@ def test_weights_that_give_nan_end_requests_with_an_error_and_scores_with_nan(ti
 def test_a_request_whose_logits_are_nan_fails_alone_and_leaves_nothing_behind(
     tiny_variant: Callable[[str], str], operations: str, deterministic: bool
 ) -> None:
-    """One token's embedding is NaN: the request that holds it is named, and neither those beside it nor those that
+    """One token's embedding is NaN: the request that holds it is named, and neither others of its batch nor those that
     get its place in memory afterwards notice."""
     path = tiny_variant("llama-untied")
     requests = [*group_of(3, prompt(40), max_tokens=30), make_request(prompt(70, seed=1), group=1, max_tokens=40)]

@@ -155,7 +155,7 @@ def test_invariant_5_interruption_is_invisible_to_the_parity_bound_under_recompu
 def test_what_a_request_samples_does_not_depend_on_who_shares_its_batch(
     tiny_variant: Callable[[str], str], name: str, max_num_seqs: int
 ) -> None:
-    """Deterministic mode: tokens and log-probs bit for bit alone, in any order, beside anyone, at any load."""
+    """Deterministic mode: tokens and log-probs bit for bit alone, in any order, in any batch, at any load."""
     path, requests = tiny_variant(name), mixed_requests()
     expected = [alone(path, request, max_num_seqs=max_num_seqs) for request in requests]
     crowd = [make_request(prompt(10 + 30 * i, seed=50 + i), group=100 + i, max_tokens=60) for i in range(12)]

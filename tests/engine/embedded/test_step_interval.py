@@ -18,7 +18,7 @@ def lost(num_steps: int, lengths: list[int], cost: float) -> float:
 
 @pytest.mark.parametrize("cost", [1.0, 4.0, 12.0])
 @pytest.mark.parametrize("mean", [60, 400, 3000])
-def test_the_number_of_steps_that_loses_the_least_is_taken_between_two_looks(mean: int, cost: float) -> None:
+def test_the_number_of_steps_that_loses_the_least_is_chosen(mean: int, cost: float) -> None:
     lengths = np.random.default_rng(0).lognormal(np.log(mean), 0.5, 2000).astype(int).clip(1).tolist()
     pace = StepInterval(8192.0, measures=True)
     for length in lengths:
@@ -36,7 +36,7 @@ def test_nothing_known_yet_long_sequences_are_expected() -> None:
     assert pace.num_steps(most=64) == 8, "and no fewer"
 
 
-def test_a_look_that_compiled_something_counts_no_more_than_a_very_slow_one() -> None:
+def test_an_interval_that_compiled_counts_no_more_than_a_very_slow_one() -> None:
     once, slow = StepInterval(100.0, measures=True), StepInterval(100.0, measures=True)
     once.decoded(wall_s=60.0, device_s=0.1, num_steps=32)
     slow.decoded(wall_s=0.15, device_s=0.1, num_steps=32)
@@ -51,7 +51,7 @@ def test_what_is_to_be_repeated_exactly_does_not_depend_on_time() -> None:
     assert blind.num_steps(1000) == StepInterval(400.0, measures=False).num_steps(1000) != timed.num_steps(1000)
 
 
-def test_where_no_device_works_beside_the_host_nothing_is_learnt() -> None:
+def test_without_a_device_of_its_own_the_assumed_cost_stays() -> None:
     pace = StepInterval(400.0, measures=True)
     before = pace.num_steps(1000)
     pace.decoded(wall_s=0.2, device_s=0.0, num_steps=8)

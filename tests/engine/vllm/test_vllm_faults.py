@@ -33,7 +33,7 @@ def test_an_engine_core_that_dies_fails_every_request_with_its_words(tiny_model:
                 with pytest.raises(WorkerDied, match=r"the vLLM server at http.* failed: EngineCore encountered"):
                     await one.task
             await until(lambda: engine._connection.failure is not None)
-            with pytest.raises(WorkerDied, match="says that its engine is dead"):
+            with pytest.raises(WorkerDied, match="reports that its engine is dead"):
                 await engine.stats()
 
     run(scenario())
@@ -98,7 +98,8 @@ def test_servers_that_do_not_fit_are_refused_in_one_sentence_each(
         tiny_model, broken(WireServer(tiny_model), "/collective_rpc")
     )
     assert refusal(tiny_model, broken(WireServer(tiny_model), "/v1/models", 401)) == (
-        "the vLLM server at URL answers /v1/models with 401 (out of order); start it without what forbids that"
+        "the vLLM server at URL answers /v1/models with 401 (out of order); "
+        "start it without options that restrict endpoints"
     )
     other = WireServer(tiny_variant("llama-untied"))
     other.stale_loads = True

@@ -61,7 +61,7 @@ def test_the_servers_environment_is_its_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_interpreter_without_vllm_is_refused_in_one_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"^engine\.vllm_python = /no/python is no program that can be run; name an"):
+    with pytest.raises(ConfigError, match=r"^engine\.vllm_python = /no/python cannot be executed; name an"):
         check_interpreter("/no/python")
     with pytest.raises(ConfigError, match=r"has no vLLM; install it there, as docs/vllm.md says$"):
         check_interpreter(sys.executable)
@@ -109,7 +109,7 @@ def test_a_version_without_spans_is_refused_before_a_server_starts(tmp_path: Pat
     python = program(tmp_path, f"open({str(started)!r}, 'w')", version="0.26.0")
     section = EngineSection(kind="vllm", vllm_python=python, kv_on_swap="keep")
     engine = VllmEngine(tiny_model, "float32", section, "", PROCESSED, 20.0)
-    with pytest.raises(ConfigError, match=r"^vLLM 0\.26\.0 does not say which weights sampled a token, and engine"):
+    with pytest.raises(ConfigError, match=r"^vLLM 0\.26\.0 does not report which weights sampled a token, and engine"):
         run(engine.open())
     assert not started.exists()
 
