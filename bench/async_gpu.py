@@ -328,7 +328,7 @@ def generation_alone(item: Message) -> float | None:
 
 
 def add_ceiling(results: list[Message]) -> None:
-    """Beside each asynchronous arm, what an ideal schedule without overlap would give."""
+    """For each asynchronous arm, what an ideal schedule without overlap would give."""
     for item in results:
         base = next((r for r in results if r["eta"] == 0 and _comparable(r, item)), None)
         if base is None or not item["eta"] or item["kv"] != "keep":

@@ -7,7 +7,7 @@ recording it, deciding on it and encoding it for the trainer. Engines hold their
 groups is in flight; after that the loop is closed, each training step admitting as many groups as it took.
 
 Two series: groups in flight, at one engine that answers at once; and engines, each of which takes the time of a real
-one. Many of those live in one process, and each is still asked, looked at and given weights for itself.
+one. Many of those live in one process, and each is still called, health-checked and given weights by itself.
 """
 
 import argparse

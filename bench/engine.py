@@ -1,4 +1,4 @@
-"""Tokens a second of the embedded engine beside transformers' `generate` and vLLM's CPU build, in one run.
+"""Tokens a second of the embedded engine, of transformers' `generate` and vLLM's CPU build, in one run.
 
 The workload is the shape of RL rollouts: requests that arrive together, prompts of uneven length, completions of
 long-tailed length, temperature 1, the log-prob of every sampled token returned. Lengths are forced (no end token stops

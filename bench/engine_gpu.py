@@ -1,4 +1,4 @@
-"""Tokens a second of the embedded engine on a GPU beside vLLM and transformers' `generate`, in one run.
+"""Tokens a second of the embedded engine on a GPU, of vLLM and of transformers' `generate`, in one run.
 
 Random weights of a known shape, prompts of equal length, forced completion lengths, temperature 1, the log-prob of
 every sampled token returned. Arms take turns in processes of their own, each with its fastest known settings. The

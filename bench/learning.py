@@ -429,7 +429,7 @@ def main(arguments: list[str]) -> None:
         console.print(f"{run.name}: {known['accuracies'][-1][2]:.1%}, {known['wall_s']:.0f} s", highlight=False)
     draw(found, options.out.with_suffix(".png"))
     show(summary(found), console)
-    console.print(f"written to {options.out}, curves beside it", highlight=False)
+    console.print(f"written to {options.out}, curves next to it", highlight=False)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What new weights cost a running engine: how long it stands still, what is computed again, what log-probs become.
 
-An engine of random weights decodes a full batch. New weights, a little different, are published, staged beside it and
+An engine of random weights decodes a full batch. New weights, a little different, are published, staged next to it and
 swapped in, several times, under `keep` and under `recompute`. Measured: the time of staging (generation goes on), the
 pause (it does not), tokens whose keys and values are computed again, tokens a second around a swap, and how far the
 log-probs of tokens sampled after a swap are from those of the new weights over the whole sequence, which `keep` is not.

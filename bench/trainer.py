@@ -1,4 +1,4 @@
-"""TFLOP/s of whole training steps: Headway's trainer beside a plain transformers training step, in one run.
+"""TFLOP/s of whole training steps: Headway's trainer and a plain transformers training step, in one run.
 
 A step is everything: packing, forward, Eq. 5, backward, clipping, AdamW. Both sides train the same sequences
 (log-normal lengths, random tokens) from the same random weights, and their first losses are compared. The plain step

@@ -1,4 +1,4 @@
-"""The job of a config beside TRL's GRPOTrainer with vLLM colocated, one after the other on one GPU, in one run.
+"""The job of a config compared with TRL's GRPOTrainer with vLLM colocated, one after the other on one GPU, in one run.
 
     headway bench trl_grpo --model models/smollm2-135m --steps 20
     headway bench trl_grpo --model DIR --trl-python OTHER/bin/python       TRL and vLLM in an environment of their own

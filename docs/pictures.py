@@ -57,7 +57,7 @@ def _draw(axes: Any, item: Record, longest: float, most: int) -> None:
 
 
 def _idle_share(looks: list[Any], bars: list[Any], longest: float) -> float:
-    """Of the tenths of seconds in which neither side worked; between two looks the engine was busy for a share."""
+    """Of the tenths of seconds in which neither side worked; between two readings the engine was busy for a share."""
     idle = 0.0
     num_slots = int(longest * 10)
     for slot in range(num_slots):

@@ -283,7 +283,7 @@ def load(name: str) -> Record:
 
 
 def goals() -> str:
-    """What was set out for on one H200, beside what the records have."""
+    """The goals on one H200, and what the records have."""
     rows = [_goal_of_engine(*goal) for goal in ((64, 20_000, 0), (256, 60_000, 2), (1024, 80_000, 4))]
     small = load("engine_smollm2")["figures"]["1024 × 512"]["tokens_per_s"]["headway"]["best"]
     rows.append(["the same with SmolLM2-135M's shape, tokens/s", "150,000", f"{small:,.0f}", _met(small >= 150_000)])

@@ -1,4 +1,4 @@
-"""The quickstart: build a small model, warm it up, improve it by asynchronous RL, and put η = 0 beside it.
+"""The quickstart: build a small model, warm it up, improve it by asynchronous RL, and compare with η = 0.
 
     make quickstart          (or: python examples/quickstart.py [--section.key=value ...])
 

@@ -13,7 +13,7 @@ Sections = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Starter:
-    """What a kind of task sets; `module` is the source of a task file that goes beside the config."""
+    """What a kind of task sets; `module` is the source of a task file that is written next to the config."""
 
     about: str
     task: dict[str, Any]

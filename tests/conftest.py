@@ -1,7 +1,7 @@
 """Shared fixtures: tiny model directories with a character tokenizer, built once a session. torch only where asked for.
 
 `tiny_model` is the one most tests want: a Llama of 2 layers, width 64, 4 heads over 2 key/value heads, tied head,
-context 512. `tiny_variant(name)` builds another family or dtype beside it.
+context 512. `tiny_variant(name)` builds another family or dtype next to it.
 """
 
 import os

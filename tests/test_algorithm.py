@@ -25,7 +25,7 @@ def test_every_preset_that_can_be_chosen_is_listed() -> None:
     assert all(any(line.startswith(f"algorithm {name}:") for line in listing()) for name in PRESETS)
 
 
-def test_what_is_set_beside_a_preset_wins_and_is_said() -> None:
+def test_what_is_set_besides_a_preset_wins_and_is_said() -> None:
     section = AlgorithmSection.model_validate({"preset": "dapo", "clip_eps_high": 0.5})
     assert section.clip_eps_high == 0.5 and section.drop_zero_variance
     assert "  clip_eps_high = 0.5 (the preset has 0.28)" in describe(section)

@@ -193,7 +193,7 @@ class RunReader:
         """
         return _frame(self.token_columns(group, trajectory))
 
-    # What the viewer reads beside
+    # What only the viewer reads
 
     @property
     def texts(self) -> Texts:

@@ -438,7 +438,7 @@ class Play:
 
     def _left(self) -> tuple[list[psutil.Process], list[str]]:
         segments = sorted(set(os.listdir("/dev/shm")) - self._shared_memory) if self.run.runtime == "local" else []
-        # A process killed before it had a worker leaves its directory of sockets to the next life of the run.
+        # A process killed before it had a worker leaves its directory of sockets to the next incarnation of the run.
         was_killed = self.process is None or self._code == -signal.SIGKILL
         files = [*([] if was_killed else map(str, self.scratch.iterdir())), *unused(segments)]
         return processes_in(self.directory), files

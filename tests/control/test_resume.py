@@ -51,7 +51,7 @@ def before_the_first_step(events: list[Event]) -> bool:
 
 
 def in_the_middle_of_a_step(events: list[Event]) -> bool:
-    """With a step since the last checkpoint, which the next life must train again."""
+    """With a step since the last checkpoint, which the next incarnation must train again."""
     num_trained = count(events, "trained")
     return count(events, "taken") > num_trained and num_trained % 2 == 1
 

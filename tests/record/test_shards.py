@@ -182,7 +182,7 @@ def small_group(id: int) -> Group:
 
 
 def run_endlessly(directory: str) -> None:
-    """A life of a run that starts where the last one was killed and finishes two groups of every three."""
+    """An incarnation of a run, from where the last one was killed, and finishes two groups of every three."""
     log = RunLog(directory)
     state = Run.read(directory)
     log.subscribe(state.on_event)

@@ -174,8 +174,8 @@ def split_overrides(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 def assert_benchmark(name: str, arguments: list[str]) -> None:
     text = (ROOT / "bench" / f"{name}.py").read_text()
-    beside = [ROOT / "bench" / f"{module}.py" for module in re.findall(r"^from (\w+) import", text, re.MULTILINE)]
-    text += "".join(path.read_text() for path in beside if path.is_file())  # options that several benchmarks share
+    shared = [ROOT / "bench" / f"{module}.py" for module in re.findall(r"^from (\w+) import", text, re.MULTILINE)]
+    text += "".join(path.read_text() for path in shared if path.is_file())  # options that several benchmarks share
     for word in arguments:
         assert not word.startswith("--") or f'"{word.partition("=")[0]}"' in text
 

@@ -1,6 +1,6 @@
 """The quickstart made short enough to be run four ways, and how far its accuracy spreads over seeds.
 
-    python tests/support/four_ways.py    (from the checkout: a run for each seed, then four_ways.json beside this file)
+    python tests/support/four_ways.py    (from the checkout: a run for each seed, then four_ways.json next to this file)
 
 Model, warm-up and task are those of configs/quickstart.toml. Twenty training steps at η = 0, with a higher learning
 rate, are enough to see whether a run learns.

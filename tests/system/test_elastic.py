@@ -136,7 +136,7 @@ def test_an_engine_far_slower_than_the_others_is_reported_once_and_replaced_if_w
 
 
 class Pressed(FakeEngine):
-    """Preempts whenever it is looked at with more than six sequences."""
+    """Preempts at every health check with more than six sequences."""
 
     num_preempted = 0
 

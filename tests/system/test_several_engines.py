@@ -83,7 +83,7 @@ def digests(events: list[Event]) -> list[str]:
     return [event.digest for event in events if event.kind == "trained"]
 
 
-def test_two_engines_beside_training_keep_eq_3_and_the_ledger(tmp_path: Path, tiny_model: str) -> None:
+def test_two_engines_and_training_satisfy_eq_3_and_the_ledger(tmp_path: Path, tiny_model: str) -> None:
     config = make_config(tmp_path, tiny_model, engine={"count": 2, "max_num_seqs": 4}, evaluate={"every": 2})
     summary, _ = run_inline(config)
     events = events_of(config)
