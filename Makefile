@@ -48,7 +48,7 @@ format: .venv/installed
 
 docs: .venv/docs
 	$(BIN)/mkdocs build --strict
-	@echo "make docs: open site/index.html"
+	@echo "make docs: open site/index.html; its search needs a server: python -m http.server -d site"
 
 # torch comes first and by its pin: asked for by way of another package, pip may choose a build with gigabytes of CUDA.
 # setuptools comes with it, so that building the package downloads nothing that is not pinned.

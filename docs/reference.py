@@ -6,7 +6,6 @@ mkdocs calls `on_files` before it builds (`make docs`); nothing generated is com
 import inspect
 import re
 from pathlib import Path
-from typing import Any
 
 import typer
 from mkdocs.config.defaults import MkDocsConfig
@@ -39,7 +38,7 @@ def knobs() -> str:
     for knob in describe(Config):
         if knob.key.split(".")[0] != section:
             section = knob.key.split(".")[0]
-            lines += ["", f"## {section}", "", "| knob | type | default | |", "|---|---|---|---|"]
+            lines += ["", f"## {section}", "", "| knob | type | default | meaning |", "|---|---|---|---|"]
         kind = ", ".join(f"`{choice}`" for choice in knob.choices if choice) or knob.type
         default = f"`{knob.default}`" if knob.default else "required"
         lines.append(f"| `{knob.key}` | {kind} | {default} | {_cell(knob.sentence)} |")
@@ -65,7 +64,7 @@ def metrics() -> str:
     for name, meaning in METRIC_NAMES.items():
         if name.split("/")[0] != prefix:
             prefix = name.split("/")[0]
-            lines += ["", f"## {prefix}", "", "| metric | |", "|---|---|"]
+            lines += ["", f"## {prefix}", "", "| metric | meaning |", "|---|---|"]
         lines.append(f"| `{name}` | {_cell(meaning)} |")
     return "\n".join(lines) + "\n"
 
@@ -105,10 +104,29 @@ PYTHON = """# Python API
     options:
       filters: ["!^_", "!^(texts|state|load|evaluation|problem|trained_tokens|token_columns|prompted)$"]
 
-::: headway.monitor.reader.Prompted
+{nouns}
 
-::: headway.monitor.reader.Scored
+::: headway.tasks.verifiers.verifier
+
+::: headway.rollout.workflows.Workflow
+
+::: headway.rollout.workflows.Episode
 """
+
+
+def python() -> str:
+    from headway.monitor.reader import Prompted, Scored
+    from headway.monitor.report import Lengths, Summary
+
+    return PYTHON.replace("{nouns}", "\n\n".join(map(_noun, (Prompted, Scored, Summary, Lengths))))
+
+
+def _noun(cls: type, name: str = "") -> str:
+    """A class that holds values: its sentence, and its fields with their comments."""
+    return f"## {name or cls.__name__}\n\n{inspect.getdoc(cls)}\n\n```python\n{_fields(cls)}\n```"
+
+
+_TERMINAL = {"COLUMNS": "88", "NO_COLOR": "1", "TERM": "dumb"}
 
 
 def commands() -> str:
@@ -116,22 +134,21 @@ def commands() -> str:
 
     lines = ["# Commands"]
     for name in sorted(typer.main.get_command(app).commands):  # type: ignore[attr-defined]
-        shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "110", "NO_COLOR": "1", "TERM": "dumb"})
+        shown = CliRunner().invoke(app, [name, "--help"], env=_TERMINAL, prog_name="headway")
         lines += ["", f"## headway {name}", "", "```text", shown.output.strip(), "```"]
     return "\n".join(lines) + "\n"
 
 
 def events() -> str:
-    from headway.record import events as module
+    from headway.record.events import KINDS
 
     lines = [
         "# Events",
         "",
         "One JSON object a line in `events.jsonl`, in order; `seq`, `time` and `kind` are in each.",
     ]
-    kinds: dict[str, Any] = getattr(module, "KINDS", {})
-    for kind, cls in kinds.items():
-        lines += ["", f"## {kind}", "", inspect.getdoc(cls) or "", "", "```python", _fields(cls), "```"]
+    for kind, cls in KINDS.items():
+        lines += ["", _noun(cls, kind)]
     return "\n".join(lines) + "\n"
 
 
@@ -148,7 +165,7 @@ PAGES = {
     "reference/events.md": events,
     "reference/metrics.md": metrics,
     "reference/presets.md": presets,
-    "reference/python.md": lambda: PYTHON,
+    "reference/python.md": python,
 }
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.errors import HeadwayError
-from headway.monitor.reader import Prompted, RunReader, flattened
+from headway.monitor.reader import Prompted, RunReader, knob_values
 from headway.monitor.report import SUMMARY_FILE
 from headway.monitor.text import ago, clean, duration, figure, printable, share
 from headway.record.log import EVENTS_NAME, is_being_written
@@ -46,6 +46,8 @@ def _group_lines(group: Prompted, whole: bool) -> Iterator[str]:
     about += [f"staleness {group.staleness}"] if group.staleness is not None else []
     yield " · ".join(about)
     yield from _indented(group.prompt, whole)
+    for name, value in group.reference.items():
+        yield f"  {clean(name, 40)}: {clean(value)}"
     for one in sorted(group.trajectories, key=lambda one: -one.reward):
         parts = "".join(f", {clean(name, 40)} {value:g}" for name, value in one.components.items())
         versions = f" · version {' to '.join(map(str, dict.fromkeys(one.versions)))}" if one.versions else ""
@@ -117,11 +119,8 @@ def runs_table(listed: Sequence[Listed], now: float | None = None) -> Table:
 
 def compare(runs: Sequence[RunReader]) -> list[Table]:
     """The knobs that differ, and what came of it."""
-    flat = [flattened(run.config) for run in runs]
-    knobs = [knob for knob in dict.fromkeys(name for one in flat for name in one) if knob != "run.dir"]
-    differing = [knob for knob in knobs if len({one.get(knob) for one in flat}) > 1]
     titles = [str(run.directory) for run in runs]
-    rows = [(knob, [one.get(knob, "–") for one in flat]) for knob in differing]
+    rows = [(one.knob, one.values) for one in knob_values([run.config for run in runs]) if one.differs]
     summaries = [run.summary for run in runs]
     results: dict[str, list[str]] = {
         "status": [run.status for run in runs],

@@ -10,7 +10,7 @@
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -63,6 +63,11 @@ class Prompted:
     staleness: int | None = None  # of its oldest token at that step
     trajectories: tuple[Scored, ...] = ()
     failures: dict[int, str] = field(default_factory=dict)  # of the trajectories without a reward, by index
+
+    @property
+    def texts(self) -> dict[int, str]:
+        """By a trajectory's index, what the policy wrote, or why there is no reward."""
+        return {one.index: one.text for one in self.trajectories} | self.failures
 
 
 class RunReader:
@@ -276,12 +281,31 @@ def place_of(state: GroupState, num_trained: int) -> str:
     return "waiting" if state.ref is not None else "in flight"
 
 
-def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """A config's knobs as section.key, with their values as text."""
+@dataclass(frozen=True)
+class KnobValues:
+    """One knob in several runs."""
+
+    knob: str  # section.key
+    values: tuple[str, ...]  # of each run, as text
+
+    @property
+    def differs(self) -> bool:
+        """Run directories always do, which says nothing."""
+        return len(set(self.values)) > 1 and self.knob != "run.dir"
+
+
+def knob_values(configs: Sequence[Mapping[str, Any]]) -> list[KnobValues]:
+    """Every knob that one of the configs has."""
+    flat = [_flattened(config) for config in configs]
+    knobs = dict.fromkeys(knob for one in flat for knob in one)
+    return [KnobValues(knob, tuple(one.get(knob, "–") for one in flat)) for knob in knobs]
+
+
+def _flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
-            found |= flattened(value, f"{prefix}{key}.")
+            found |= _flattened(value, f"{prefix}{key}.")
         else:
             found[prefix + key] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return found

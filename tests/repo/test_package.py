@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import urllib.request
 import venv
@@ -56,7 +55,8 @@ def environment(wheel: Path) -> Path:
     folder = wheel.parent / "fresh"
     venv.create(folder, with_pip=False, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
-    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (site / "borrowed.pth").write_text("\n".join(packages) + "\n")
     install = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-q", "--no-deps"]
     subprocess.run([*install, str(wheel)], check=True, timeout=240)
     return folder / "bin"

@@ -13,32 +13,32 @@ from headway.monitor.viewer.index import OpenRun
 _CURVES = {
     "Learning": {
         "reward": "Reward",
-        "zero_variance_share": "Groups without spread, %",
-        "completion_length_mean": "Completion length",
-        "truncated_share": "Truncated, %",
-        "entropy": "Entropy",
+        "zero_variance_share": "Groups without spread (%)",
+        "completion_length_mean": "Completion length (tokens)",
+        "truncated_share": "Truncated (%)",
+        "entropy": "Entropy (nats)",
         "loss": "Loss",
         "grad_norm": "Gradient norm",
         "lr": "Learning rate",
     },
     "Off-policy": {
-        "staleness_mean": "Staleness, mean",
-        "staleness_max": "Staleness, max",
-        "kl": "KL(proximal‖current)",
-        "behaviour_kl": "KL(behaviour‖proximal)",
-        "reference_kl": "KL(current‖reference)",
-        "effective_sample_size": "Effective sample size, %",
-        "capped_fraction": "Capped tokens, %",
-        "clip_fraction": "Clipped tokens, %",
-        "masked_share": "Masked tokens, %",
-        "logprob_gap_max": "Largest log-prob gap",
+        "staleness_mean": "Mean staleness (versions)",
+        "staleness_max": "Largest staleness (versions)",
+        "kl": "KL(proximal‖current) (nats)",
+        "behaviour_kl": "KL(behaviour‖proximal) (nats)",
+        "reference_kl": "KL(current‖reference) (nats)",
+        "effective_sample_size": "Effective sample size (%)",
+        "capped_fraction": "Capped tokens (%)",
+        "clip_fraction": "Clipped tokens (%)",
+        "masked_share": "Masked tokens (%)",
+        "logprob_gap_max": "Largest log-prob gap (nats)",
     },
     "Speed and failures": {
-        "tokens_per_s": "Training throughput",
-        "generated_per_s": "Generation throughput",
-        "seconds": "Step time",
-        "wait_s": "Trainer wait",
-        "failed_share": "Failed trajectories, %",
+        "tokens_per_s": "Training throughput (tokens/s)",
+        "generated_per_s": "Generation throughput (tokens/s)",
+        "seconds": "Step time (s)",
+        "wait_s": "Trainer wait (s)",
+        "failed_share": "Failed trajectories (%)",
         "restarts": "Restarts",
     },
 }
@@ -47,17 +47,15 @@ _OWN = {
     "generated_per_s": "tokens sampled per second, by all engines",
     "restarts": "of workers and of the run, so far",
 }
-METRICS = [
-    {
-        "name": name,
-        "section": section,
-        "title": title.removesuffix(", %"),
-        "unit": "%" if title.endswith("%") else "",
-        "description": _OWN.get(name) or meaning(f"train/{name}"),
-    }
-    for section, curves in _CURVES.items()
-    for name, title in curves.items()
-]
+
+
+def _metric(section: str, name: str, title: str) -> dict[str, str]:
+    title, _, unit = title.removesuffix(")").partition(" (")
+    about = _OWN.get(name) or meaning(f"train/{name}") or ""
+    return {"name": name, "section": section, "title": title, "unit": unit, "description": about}
+
+
+METRICS = [_metric(section, name, title) for section, curves in _CURVES.items() for name, title in curves.items()]
 
 MOST_POINTS = 2_000
 """More steps than this are thinned out: a screen has no more pixels."""
@@ -78,7 +76,7 @@ def series_of(run: OpenRun) -> dict[str, list[Any]]:
     columns: dict[str, list[Any]] = {"step": [steps[place].event.version for place in places], "wall_s": walls}
     for name in (metric["name"] for metric in METRICS):
         if any(name in of_step for of_step in values):
-            columns[str(name)] = [of_step.get(str(name)) for of_step in values]
+            columns[name] = [of_step.get(name) for of_step in values]
     return columns | {"generated_per_s": rates}
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.monitor.reader import Prompted, flattened
+from headway.monitor.reader import Prompted, knob_values
+from headway.monitor.text import duration, share
 from headway.monitor.viewer.index import STATES, STOPS, OpenRun, Span, Table
 from headway.monitor.viewer.metrics import METRICS, series_of
 from headway.monitor.viewer.questions import QUESTIONS
@@ -94,7 +95,10 @@ class Queries:
         total_s = run.run.clock.total_s
         start, end = _float(parameters, "from", 0.0), _float(parameters, "to", total_s)
         pixel = max(1e-9, (end - start) / max(1, min(4000, int(parameters.get("pixels", "1200")))))
-        rows = [{"name": name, "spans": merged(visible(spans, start, end), pixel)} for name, spans in run.spans.items()]
+        rows = [
+            {"name": name, "lane": lane(name), "spans": merged(visible(run.spans[name], start, end), pixel)}
+            for name in sorted(run.spans, key=lambda name: (lane(name), name))
+        ]
         inside = [marker for marker in run.markers if start <= marker["wall_s"] <= end]
         return {"rows": rows, "markers": inside, "total_s": total_s}
 
@@ -155,13 +159,8 @@ class Queries:
         return QUESTIONS[asked][1](run)
 
     def configs(self, _parameters: Parameters) -> dict[str, Any]:
-        flat = [flattened(run.run.config) for run in self.runs]
-        knobs = list(dict.fromkeys(knob for config in flat for knob in config))
-        rows = []
-        for knob in knobs:
-            values = [config.get(knob, "–") for config in flat]
-            rows.append({"knob": knob, "values": values, "differs": len(set(values)) > 1})
-        return {"rows": rows}
+        found = knob_values([run.run.config for run in self.runs])
+        return {"rows": [{"knob": one.knob, "values": one.values, "differs": one.differs} for one in found]}
 
 
 def _step(taken: int | None) -> int | None:
@@ -190,6 +189,13 @@ def _problem(run: OpenRun, number: int, problem: int) -> dict[str, Any]:
     ]
     state = f"held out, evaluated at version {run.evaluations[number].version}"
     return {**_shown(found), "state": state, "same_prompt": others}
+
+
+def lane(name: str) -> int:
+    """Rows of one kind stand together and have one colour: engines, trainer, transfers of weights, the rest."""
+    if name.endswith(" weights"):
+        return 2
+    return next((at for at, kind in ((0, "engine"), (1, "trainer"), (3, "evaluation")) if name.startswith(kind)), 4)
 
 
 def visible(spans: list[Span], start: float, end: float) -> list[Span]:
@@ -249,14 +255,10 @@ def _search(run: OpenRun, table: Table, rows: NDArray[np.int64], text: str) -> t
         if number not in texts:
             if len(texts) == SEARCH_LIMIT:
                 return np.array(found, np.int64), searched
-            texts[number] = _texts_of(run.reader.group(number))
+            texts[number] = run.reader.group(number).texts
         if needle in texts[number].get(int(table["trajectory"][row]), "").casefold():
             found.append(row)
     return np.array(found, np.int64), len(rows)
-
-
-def _texts_of(group: Prompted) -> dict[int, str]:
-    return {one.index: one.text for one in group.trajectories} | group.failures
 
 
 def _row(run: OpenRun, table: Table, row: int) -> dict[str, Any]:
@@ -273,7 +275,7 @@ def _row(run: OpenRun, table: Table, row: int) -> dict[str, Any]:
         "stop": STOPS[table["stop"][row]] if table["stop"][row] else None,
         "state": STATES[table["state"][row]],
         "question": group.prompt[-QUESTION_CHARACTERS:],
-        "preview": _texts_of(group).get(index, "")[-PREVIEW_CHARACTERS:],
+        "preview": group.texts.get(index, "")[-PREVIEW_CHARACTERS:],
     }
 
 
@@ -290,9 +292,9 @@ def _facts(run: OpenRun) -> dict[str, Any]:
         facts["reward, last step"] = last.reward
         facts["staleness, last step"] = f"{last.staleness_mean:.2f}, max {last.staleness_max}"
     if accuracies:
-        facts[f"accuracy, v{accuracies[0].version} → v{accuracies[-1].version}"] = (
-            f"{accuracies[0].accuracy:.1%} → {accuracies[-1].accuracy:.1%}"
-        )
+        ends = accuracies[:1] if len(accuracies) == 1 else [accuracies[0], accuracies[-1]]
+        at = " → ".join(f"v{event.version}" for event in ends)
+        facts[f"accuracy, {at}"] = " → ".join(share(event.accuracy) for event in ends)
     facts["groups dropped"] = len(state.dropped)
-    facts["wall time, s"] = round(state.clock.total_s)
+    facts["wall time"] = duration(state.clock.total_s)
     return facts

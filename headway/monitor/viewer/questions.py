@@ -27,9 +27,10 @@ def _rewards(group: GroupState) -> list[float]:
     return [reward for reward in group.rewards if reward is not None]
 
 
-def _first_text(run: OpenRun, group: int) -> str:
-    found = run.reader.group(group).trajectories
-    return found[0].text[:TEXT_CHARACTERS] if found else ""
+def _texts(run: OpenRun, group: int, trajectory: int = 0) -> list[str]:
+    """The end of a group's prompt, and the start of one of its completions."""
+    found = run.reader.group(group)
+    return [found.prompt[-TEXT_CHARACTERS:], found.texts.get(trajectory, "")[:TEXT_CHARACTERS]]
 
 
 def _by_prompt(run: OpenRun) -> dict[int, list[GroupState]]:
@@ -51,7 +52,7 @@ def then_and_now(run: OpenRun) -> Answer:
     for gain, first, last in pairs[:MOST_ROWS]:
         cells = [first.kind, first.row, last.prompt(run), gain, first.version, first.text(run), last.version]
         rows.append({**last.link, "cells": [*cells, last.text(run)]})
-    headings = ["", "row", "prompt", "gain in reward", "at version", "it wrote", "at version", "and now"]
+    headings = ["of", "row", "prompt", "gain in reward", "at version", "it wrote", "at version", "and now"]
     return _answer(f"{len(pairs)} prompts were answered more than once; the largest gains first.", headings, rows)
 
 
@@ -74,7 +75,7 @@ def wrong_to_right(run: OpenRun) -> Answer:
     note = f"{len(found)} prompts earned {low:g} at first and {high:g} later, in order of the version that solved them."
     if not everything:
         note = "No prompt was answered twice: it takes an evaluation ([evaluate] and task.eval), or a second epoch."
-    headings = ["", "row", "prompt", "wrong at version", "it wrote", "right at version", "then it wrote"]
+    headings = ["of", "row", "prompt", "wrong at version", "it wrote", "right at version", "then it wrote"]
     return _answer(note, headings, rows)
 
 
@@ -101,8 +102,7 @@ class Seen:
         return self._read(run).prompt[-TEXT_CHARACTERS:]
 
     def text(self, run: OpenRun) -> str:
-        found = self._read(run).trajectories
-        return found[0].text[:TEXT_CHARACTERS] if found else ""
+        return self._read(run).texts.get(0, "")[:TEXT_CHARACTERS]
 
     def _read(self, run: OpenRun) -> Prompted:
         if self.evaluation is None:
@@ -139,12 +139,12 @@ def _constant(run: OpenRun, best: bool) -> Answer:
     for prompt, seen in _by_prompt(run).items():
         paid = [reward for group in seen for reward in _rewards(group)]
         if paid and all(reward == wanted for reward in paid):
-            rows.append({"group": seen[-1].id, "cells": [prompt, len(seen), len(paid), ""]})
+            rows.append({"group": seen[-1].id, "cells": [prompt, len(seen), len(paid)]})
     rows.sort(key=lambda row: -row["cells"][1])
     for row in rows[:MOST_ROWS]:
-        row["cells"][-1] = _first_text(run, row["group"])
-    note = f"Prompts all of whose completions earned {wanted:g}: {len(rows)}. They teach nothing."
-    return _answer(note, ["row", "groups", "completions", "the last one"], rows)
+        row["cells"] += _texts(run, row["group"])
+    note = f"{len(rows)} prompts of training whose completions all earned {wanted:g}: equal rewards teach nothing."
+    return _answer(note, ["row", "groups", "completions", "prompt", "one of the last completions"], rows)
 
 
 def _extreme(run: OpenRun, column: str, note: str) -> Answer:
@@ -152,9 +152,11 @@ def _extreme(run: OpenRun, column: str, note: str) -> Answer:
     rows = []
     for row in np.argsort(-table[column], kind="stable")[:MOST_ROWS].tolist():
         group, index = int(table["group"][row]), int(table["trajectory"][row])
-        cells = [group, index, float(table[column][row]), float(table["reward"][row]), STATES[table["state"][row]]]
-        rows.append({"group": group, "trajectory": index, "cells": [None if cell != cell else cell for cell in cells]})
-    return _answer(note, ["group", "#", column, "reward", "state"], rows)
+        figures = [group, index, float(table[column][row]), float(table["reward"][row])]
+        cells = [None if figure != figure else figure for figure in figures] + [STATES[table["state"][row]]]
+        rows.append({"group": group, "trajectory": index, "cells": cells + _texts(run, group, index)})
+    title = {"length": "tokens"}.get(column, column)
+    return _answer(note, ["group", "trajectory", title, "reward", "state", "prompt", "completion"], rows)
 
 
 def longest(run: OpenRun) -> Answer:
@@ -193,7 +195,7 @@ def down_weighted(run: OpenRun) -> Answer:
     note = (
         f"The smallest importance weights π_prox/π_behav of the last {len(recorded)} steps: what the policy left since."
     )
-    return _answer(note, ["weight", "token", "text before", "step", "group", "#", "version"], rows)
+    return _answer(note, ["weight", "token", "text before", "step", "group", "trajectory", "version"], rows)
 
 
 def swaps(run: OpenRun) -> Answer:
@@ -206,7 +208,7 @@ def swaps(run: OpenRun) -> Answer:
             rows += _swaps_of(run, number, trajectory)
         if len(rows) >= MOST_ROWS:
             break
-    headings = ["group", "#", "versions", "tokens before", "text before", "text after"]
+    headings = ["group", "trajectory", "versions", "tokens before", "text before", "text after"]
     note = f"{len(spanning)} groups have tokens of several versions, the newest first. A row links to the swap."
     return _answer(note, headings, rows)
 
@@ -240,10 +242,10 @@ QUESTIONS: dict[str, tuple[str, Callable[[OpenRun], Answer]]] = {
     "then_and_now": ("What did it write first, and what now?", then_and_now),
     "wrong_to_right": ("Which prompts went from wrong to right?", wrong_to_right),
     "swaps": ("Where did weights swap?", swaps),
-    "never_solved": ("Never solved", never_solved),
-    "always_solved": ("Always solved", always_solved),
-    "longest": ("Longest", longest),
-    "stalest": ("Stalest", stalest),
+    "never_solved": ("Which prompts were never solved?", never_solved),
+    "always_solved": ("Which were always solved?", always_solved),
+    "longest": ("Longest completions", longest),
+    "stalest": ("Stalest completions", stalest),
     "down_weighted": ("Most down-weighted tokens", down_weighted),
     "why_dropped": ("Why were groups dropped?", why_dropped),
 }

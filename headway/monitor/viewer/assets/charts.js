@@ -19,13 +19,15 @@ export function aligned(lines) {
 }
 
 function tickTexts(ticks, unit) {
+  const suffix = unit === "%" ? "%" : "";
   const scale = unit === "%" ? 100 : 1;
   const gap = (ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : Math.abs(ticks[0]) || 1) * scale;
   const digits = [0, 1, 2, 3, 4, 5].find((places) => Math.abs(gap * 10 ** places - Math.round(gap * 10 ** places)) < 1e-6 * gap * 10 ** places) ?? 6;
+  const largest = scale * Math.max(...ticks.map(Math.abs));
   return ticks.map((tick) => {
     const value = tick * scale;
-    if (value !== 0 && (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-4)) return value.toExponential(1);
-    return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }) + unit;
+    if (largest >= 1e5 || largest < 1e-3) return value === 0 ? `0${suffix}` : value.toExponential(1) + suffix;
+    return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }) + suffix;
   });
 }
 
@@ -50,7 +52,7 @@ export class Chart {
   constructor(title, note, lines, { xLabel, markers, unit = "" }) {
     this.markers = markers;
     this.names = lines.map((line) => line.label).join("\n");
-    this.box = el("figure", { class: "chart" }, el("figcaption", { title: note }, el("b", {}, title), " ", note === title.toLowerCase() ? "" : note));
+    this.box = el("figure", { class: "chart" }, el("figcaption", { title: note }, el("b", {}, title), unit && unit !== "%" ? el("i", {}, unit) : "", note));
     const axis = { stroke: color("--faint"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
     this.plot = new uPlot({
       width: 400,
@@ -86,9 +88,9 @@ export class Chart {
   }
 }
 
-// A constant line lies in the middle; shares keep their natural ends where they come near them.
+// A constant line lies in the middle, one of zeros at the bottom; shares keep their natural ends where they come near them.
 function bounds(low, high, unit) {
-  if (low === null || high === null) return [0, 1];
+  if (low === null || high === null || (low === 0 && high === 0)) return [0, 1];
   const room = (high - low || Math.abs(high) || 1) * 0.08;
   const bottom = low >= 0 && low - room < 0.25 * (high - low) ? 0 : low - room;
   return [low === 0 ? 0 : bottom, unit === "%" ? Math.min(1.02, high + room) : high + room];

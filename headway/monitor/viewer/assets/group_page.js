@@ -108,7 +108,7 @@ function completion(parameters, trajectory, chosen, several) {
 
 function sameText(other) {
   if (other.evaluation === undefined) return `step ${other.step ?? "–"}`;
-  return `v${other.step} (${number(other.reward)})`;
+  return `v${other.step}: reward ${number(other.reward)}`;
 }
 
 function heading(answer, { run, group, evaluation }) {
@@ -124,7 +124,7 @@ function heading(answer, { run, group, evaluation }) {
 
 function question(answer) {
   const reference = Object.entries(answer.reference ?? {}).map(([name, value]) =>
-    el("div", {}, el("h3", {}, shown(name)), el("div", { class: "text limited" }, shown(value))));
+    el("div", {}, el("h3", {}, `data row: ${shown(name)}`), el("div", { class: "text limited" }, shown(value))));
   return el("div", { class: "question" },
     el("div", {}, el("h3", {}, "prompt"), el("div", { class: "text limited" }, shown(answer.text))), reference);
 }

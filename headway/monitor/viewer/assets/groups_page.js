@@ -9,6 +9,11 @@ const COLUMNS = [
   ["step", "step", true], ["group", "group", true], ["trajectory", "#", true], ["prompt", "row", true], ["reward", "reward", true],
   ["length", "tokens", true], ["staleness", "staleness", true], ["stop", "stop", false], ["state", "state", false],
 ];
+const MEANINGS = {
+  step: "training step that took the group", group: "one prompt with its completions", trajectory: "which completion of the group", prompt: "row of the prompt in the data",
+  length: "sampled tokens", staleness: "of the group's oldest token when it was trained, in versions", stop: "why the completion ended",
+  state: "waiting: rewarded and not taken yet; taken: in the step that goes on; dropped: never trained; failed: without a reward",
+};
 const RANGES = [["step", "step"], ["reward", "reward"], ["length", "tokens"], ["staleness", "staleness"]];
 const CHOICES = { stop: ["stop", "length", "context", "aborted"], state: ["trained", "waiting", "taken", "dropped", "failed"] };
 
@@ -48,6 +53,7 @@ function table(answer, query) {
   const head = COLUMNS.map(([name, title, numeric]) => el("th", {
     class: `sortable ${numeric ? "number" : ""} ${sort === name ? "sorted" : ""}`,
     "aria-sort": sort === name ? (down ? "descending" : "ascending") : "none",
+    title: MEANINGS[name] ?? "",
     tabIndex: 0,
     onclick: () => go({ sort: name, down: sort === name && down ? "0" : "1", offset: null }),
     onkeydown: (event) => { if (event.key === "Enter") event.currentTarget.click(); },

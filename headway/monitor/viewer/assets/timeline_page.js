@@ -107,7 +107,7 @@ class Timeline {
 
   drawRow(pen, row, index) {
     const top = TOP + ROW * index + 4;
-    pen.fillStyle = runColor(index);
+    pen.fillStyle = runColor(row.lane);
     for (const [start, end, share, text] of row.spans) {
       const [left, right] = [Math.max(LEFT, this.x(start)), Math.min(this.canvas.clientWidth, this.x(end))];
       if (right <= LEFT || left >= this.canvas.clientWidth) continue;
@@ -118,7 +118,7 @@ class Timeline {
         pen.globalAlpha = 1;
         pen.fillStyle = share > 0.45 ? color("--ground") : color("--ink");
         pen.fillText(text, left + 5, top + (ROW - 8) / 2);
-        pen.fillStyle = runColor(index);
+        pen.fillStyle = runColor(row.lane);
       }
     }
     pen.globalAlpha = 1;
