@@ -29,7 +29,7 @@ test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu"
 	@echo "make test: all tests passed"
 
-test-slow: .venv/installed .venv/ray .venv-vllm/installed browser
+test-slow: .venv/installed .venv/ray .venv/docs .venv-vllm/installed browser
 	OMP_NUM_THREADS=1 HEADWAY_VLLM_PYTHON=.venv-vllm/bin/python $(BIN)/python -m pytest -m "slow and not gpu"
 	@echo "make test-slow: all slow tests passed"
 

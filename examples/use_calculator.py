@@ -58,7 +58,7 @@ class UseCalculator:
         talk = Conversation(episode)
         answer = await talk.ask(max_tokens=24, stop_strings=("]",))
         if answer.endswith("]"):
-            talk.say(calculate(answer))
+            talk.say(calculate(answer), role="tool")
             answer = await talk.ask(max_tokens=12)
         return talk.finish(await episode.verify(answer))
 

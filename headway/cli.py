@@ -107,9 +107,9 @@ def _with_view(make: "Callable[[View], Coroutine[Any, Any, T]]") -> T:
 def train(
     context: typer.Context,
     config: ConfigPath,
-    resume: Annotated[bool, typer.Option(help="go on with the run in run.dir")] = False,
-    overwrite: Annotated[bool, typer.Option(help="delete the run that run.dir holds")] = False,
-    dry_run: Annotated[bool, typer.Option(help="check everything, print the plan, start nothing")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run in run.dir")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="delete the run that run.dir holds")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, print the plan, start nothing")] = False,
     from_groups: Annotated[Path | None, typer.Option("--from", help="train on recorded groups (.jsonl) only")] = None,
 ) -> None:
     """Train a model: generation and training side by side, from nothing or from where a run was interrupted."""
@@ -306,7 +306,7 @@ def show(
     step: Annotated[int | None, typer.Option(min=1, help="training step; the last when left out")] = None,
     group: Annotated[int | None, typer.Option(min=0, help="one group by its id")] = None,
     count: Annotated[int, typer.Option(min=1, help="how many groups")] = 2,
-    whole: Annotated[bool, typer.Option(help="do not cut long texts")] = False,
+    whole: Annotated[bool, typer.Option("--whole", help="do not cut long texts")] = False,
 ) -> None:
     """Print prompts with their completions and rewards, of a live or a finished run."""
     from headway.monitor import listing
@@ -362,7 +362,7 @@ def init(
     config: Annotated[Path, typer.Argument(help="TOML file to write", show_default=False)],
     task: Annotated[str, typer.Option(help="own, math, code or choice")] = "own",
     model: Annotated[str, typer.Option(help="directory or hub name")] = "HuggingFaceTB/SmolLM2-135M-Instruct",
-    gpu: Annotated[bool, typer.Option(help="put engine and trainer onto a GPU")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="put engine and trainer onto a GPU")] = False,
 ) -> None:
     """Write a first config for a task and a model, with a comment on every knob."""
     from headway.starter import write_starter

@@ -90,9 +90,9 @@ def test_runs_lists_the_latest_first_from_summary_or_log(recorded: RecordedRun, 
 
 def test_compare_shows_the_knobs_that_differ_and_both_results(recorded: RecordedRun, tmp_path: Path) -> None:
     one, other = RunReader(recorded.directory), RunReader(recorded.directory)
-    other.run.config = {**one.config, "trainer": {"lr": 0.5}}
+    other.run.config = {**one.config, "trainer": {"lr": 0.5}, "run": {**one.config["run"], "dir": "elsewhere"}}
     knobs, results = map(shown, listing.compare([one, other]))
-    assert "trainer.lr" in knobs and "0.5" in knobs and "run.steps" not in knobs
+    assert "trainer.lr" in knobs and "0.5" in knobs and "run." not in knobs
     assert "training steps" in results and "held-out accuracy" in results
     assert "none differs" in shown(listing.compare([one, one])[0])
 

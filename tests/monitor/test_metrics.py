@@ -63,7 +63,7 @@ def test_failures_truncation_stop_reasons_and_equal_rewards_are_metrics():
     assert scalars["train/zero_variance_share"] == 0.5 and scalars["train/failed_share"] == 0.25
     assert scalars["train/stop_length"] == pytest.approx(1 / 3)
     text = "\n".join(plain_lines(run.events))
-    assert "cut  67%" in text and "flat  50%" in text
+    assert "truncated  67%" in text and "zero var  50%" in text
     summary = summarise(fold(run.events))
     assert summary.failures == {"verifier": 2} and summary.zero_variance_share == 0.5
     assert summary.stops == {"stop": 2, "length": 2, "context": 2}

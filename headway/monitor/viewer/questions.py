@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,9 +45,7 @@ def _by_prompt(run: OpenRun) -> dict[int, list[GroupState]]:
 
 def then_and_now(run: OpenRun) -> Answer:
     """The first and the last completion of prompts that were answered more than once, the largest gain first."""
-    pairs: list[tuple[float, Seen, Seen]] = []
-    for seen in _seen_again(run):
-        pairs.append((seen[-1].reward - seen[0].reward, seen[0], seen[-1]))
+    pairs = [(seen[-1].reward - seen[0].reward, seen[0], seen[-1]) for seen in _seen_again(run)]
     pairs.sort(key=lambda pair: (-pair[0], pair[1].row))
     rows = []
     for gain, first, last in pairs[:MOST_ROWS]:
@@ -123,14 +122,6 @@ def _seen_again(run: OpenRun) -> Iterator[list[Seen]]:
             yield [Seen(prompt, group.version, sum(r) / len(r), group.id) for group, r in paid]
 
 
-def never_solved(run: OpenRun) -> Answer:
-    return _constant(run, best=False)
-
-
-def always_solved(run: OpenRun) -> Answer:
-    return _constant(run, best=True)
-
-
 def _constant(run: OpenRun, best: bool) -> Answer:
     rewards = run.table["reward"]
     known = rewards[~np.isnan(rewards)]
@@ -157,14 +148,6 @@ def _extreme(run: OpenRun, column: str, note: str) -> Answer:
         rows.append({"group": group, "trajectory": index, "cells": cells + _texts(run, group, index)})
     title = {"length": "tokens"}.get(column, column)
     return _answer(note, ["group", "trajectory", title, "reward", "state", "prompt", "completion"], rows)
-
-
-def longest(run: OpenRun) -> Answer:
-    return _extreme(run, "length", "The longest trajectories, in sampled tokens.")
-
-
-def stalest(run: OpenRun) -> Answer:
-    return _extreme(run, "staleness", "The trajectories trained with the oldest tokens, in versions.")
 
 
 def down_weighted(run: OpenRun) -> Answer:
@@ -238,14 +221,16 @@ def why_dropped(run: OpenRun) -> Answer:
     return _answer(f"Groups dropped: {counts or 'none'}.", ["group", "row", "reason", "first failure"], rows)
 
 
+_LONGEST = "The longest trajectories, in sampled tokens."
+_STALEST = "The trajectories trained with the oldest tokens, in versions."
 QUESTIONS: dict[str, tuple[str, Callable[[OpenRun], Answer]]] = {
     "then_and_now": ("What did it write first, and what now?", then_and_now),
     "wrong_to_right": ("Which prompts went from wrong to right?", wrong_to_right),
     "swaps": ("Where did weights swap?", swaps),
-    "never_solved": ("Which prompts were never solved?", never_solved),
-    "always_solved": ("Which were always solved?", always_solved),
-    "longest": ("Longest completions", longest),
-    "stalest": ("Stalest completions", stalest),
+    "never_solved": ("Which prompts were never solved?", partial(_constant, best=False)),
+    "always_solved": ("Which were always solved?", partial(_constant, best=True)),
+    "longest": ("Longest completions", partial(_extreme, column="length", note=_LONGEST)),
+    "stalest": ("Stalest completions", partial(_extreme, column="staleness", note=_STALEST)),
     "down_weighted": ("Most down-weighted tokens", down_weighted),
     "why_dropped": ("Why were groups dropped?", why_dropped),
 }

@@ -153,12 +153,25 @@ def test_every_question_is_answered_with_rows_as_wide_as_its_headings(run: Recor
     assert all(len(row["cells"]) == len(answer["headings"]) for row in answer["rows"])
 
 
+def test_extreme_and_unsolved_completions_are_shown_with_their_prompts(run: RecordedRun) -> None:
+    number = run.finish_group(["0" * 40])
+    headings, (longest, *_) = (asked(run, "questions", ask="longest")[name] for name in ("headings", "rows"))
+    assert longest["group"] == number
+    told = dict(zip(headings, longest["cells"], strict=True))
+    assert told["tokens"] == 40 and told["prompt"] == "what is 0?" and told["completion"] == "0" * 40
+    answer = asked(run, "questions", ask="always_solved")
+    row = dict(zip(answer["headings"], answer["rows"][0]["cells"], strict=True))
+    assert row["prompt"] == f"what is {row['row']}?" and "the answer" in row["one of the last completions"]
+
+
 def test_series_have_one_value_for_each_step_and_the_metrics_are_described(run: RecordedRun) -> None:
     series = asked(run, "series")
     assert series["columns"]["step"] == [1, 2, 3, 4, 5]
     assert all(len(column) == 5 for column in series["columns"].values())
     assert series["columns"]["zero_variance_share"] == [1.0] * 5
     assert {metric["name"] for metric in series["metrics"]} >= series["columns"].keys() - {"step", "wall_s"}
+    units = {metric["title"]: metric["unit"] for metric in series["metrics"]}
+    assert units["Step time"] == "s" and units["Truncated"] == "%" and units["KL(proximal‖current)"] == "nats"
 
 
 def test_a_live_run_is_followed_without_reading_it_again(run: RecordedRun) -> None:
@@ -201,7 +214,8 @@ def test_the_timeline_begins_with_the_start_of_engine_and_trainer(run: RecordedR
     for worker in ("engine", "reward"):
         run.add(Phase(name=f"starting {worker}", state="finished", seconds=2.0))
     rows = {row["name"]: row["spans"] for row in asked(run, "timeline")["rows"]}
-    assert rows.keys() == {"trainer", "engine"} and rows["engine"][0][3] == "start-up"
+    assert list(rows) == ["engine", "trainer"], "in one order, whichever was heard of first"
+    assert rows["engine"][0][3] == "start-up"
 
 
 def test_groups_that_failed_altogether_are_rows_with_their_reasons_and_answer_why(run: RecordedRun) -> None:
