@@ -184,7 +184,8 @@ def assert_benchmark(name: str, arguments: list[str]) -> None:
 def test_code_blocks_are_of_kinds_that_are_checked(document: Path) -> None:
     fences = re.findall(r"^ *```(.*)$", document.read_text(), re.MULTILINE)
     assert {*fences} <= {"", "bash", "python", "toml"}, "another kind of block would escape these tests"
-    assert not re.search(r"^```\n\s*\$ ", document.read_text(), re.MULTILINE), "a command stands in a bash block"
+    commands = r"^(?:```\n\s*\$|    (?:headway|make|pip|python|sbatch)) "
+    assert not re.search(commands, document.read_text(), re.MULTILINE), "a command stands in a bash block"
 
 
 @documents
@@ -197,7 +198,12 @@ def test_every_shell_command_is_of_a_known_program_and_names_what_exists(documen
 
 def assert_known(program: str, words: list[str]) -> None:
     """`headway` and `make` have tests of their own; vLLM's command line lives in its own environment."""
-    assert program in {"headway", "make", "python", "pip", "vllm", "."}, f"{program} is not checked by any test"
+    assert program in {"headway", "make", "python", "pip", "sbatch", "vllm", "."}, (
+        f"{program} is not checked by any test"
+    )
+    if program == "sbatch":
+        _, config, *overrides = words[[word.endswith(".sbatch") for word in words].index(True) :]
+        load(ROOT / config, overrides)
     if program == "pip":
         extras = {extra for word in words for found in re.findall(r"\[(.+)\]", word) for extra in found.split(",")}
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
