@@ -48,6 +48,18 @@ function series(lines, unit) {
   }));
 }
 
+// Runs rarely have a point at the same second: each is read at its own nearest one, where that is close.
+function nearest(plot, place, index) {
+  const [axis, values] = [plot.data[0], plot.data[place]];
+  const reach = 0.03 * (plot.scales.x.max - plot.scales.x.min);
+  for (let away = 0; away < axis.length; away += 1) {
+    for (const at of [index - away, index + away]) {
+      if (values[at] !== null && values[at] !== undefined) return Math.abs(axis[at] - axis[index]) <= reach ? at : index;
+    }
+  }
+  return index;
+}
+
 export class Chart {
   constructor(title, note, lines, { xLabel, markers, unit = "" }) {
     this.markers = markers;
@@ -58,7 +70,7 @@ export class Chart {
       width: 400,
       height: HEIGHT,
       padding: [8, 14, 0, 0],
-      cursor: { drag: { x: true, y: false }, focus: { prox: 24 }, sync: { key: "runs" } },
+      cursor: { drag: { x: true, y: false }, focus: { prox: 24 }, sync: { key: "runs" }, dataIdx: nearest },
       scales: { x: { time: false }, y: { range: (_, low, high) => bounds(low, high, unit) } },
       axes: [{ ...axis, size: 26, gap: 4 }, { ...axis, size: 52, gap: 6, values: (_, ticks) => tickTexts(ticks, unit) }],
       series: [{ label: xLabel, value: (_, value) => (value === null ? "–" : number(value, 1)) }, ...series(lines, unit)],

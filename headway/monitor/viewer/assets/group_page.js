@@ -49,7 +49,7 @@ function facts(tokens, index) {
   if (!tokens.sampled[index]) return [...rows, ["given", "by the prompt, the environment or a tool"]];
   for (const [name, { title }] of Object.entries(SHADES)) {
     const value = tokens[name]?.[index];
-    if (name === "mask") rows.push(["in the loss", value || (tokens.advantage[index] === null ? "not trained" : tokens.advantage[index] === 0 ? "yes, with no advantage" : "yes, with full effect")]);
+    if (name === "mask") rows.push(value ? ["mask", value] : ["in the loss", tokens.advantage[index] === null ? "not trained" : tokens.advantage[index] === 0 ? "yes, with no advantage" : "yes, with full effect"]);
     else if (value !== null && value !== undefined) rows.push([title, number(value, 6)]);
   }
   if (tokens.reward[index] !== null) rows.push(["reward placed here", number(tokens.reward[index])]);

@@ -71,7 +71,7 @@ export async function runPage(place, _query, signal) {
     charts.clear();
     const sections = new Map();
     for (const [metric, found] of metrics) {
-      const chart = new Chart(metric.title, metric.description, found, { xLabel: AXES[axis], markers: markersOf(), unit: metric.unit });
+      const chart = new Chart(metric.title, metric.description, found, { xLabel: axis === "step" ? "step" : "seconds", markers: markersOf(), unit: metric.unit });
       charts.set(metric.name, chart);
       sections.set(metric.section, [...(sections.get(metric.section) ?? []), chart.box]);
     }
