@@ -57,7 +57,8 @@ def _processes(config: Config) -> str:
         return "1 (everything inline)"
     engines = "engine" if config.engine.count == 1 else f"{config.engine.count} engines"
     trainer = "trainer" if config.trainer.ranks == 1 else f"{config.trainer.ranks} trainer ranks"
-    parts = ["controller", engines, trainer, "reward pool", f"{config.reward.workers} verifiers"]
+    parts = ["controller", engines, trainer, "reward pool"]
+    parts.append(f"{config.reward.workers} verifier{'s' * (config.reward.workers > 1)}")
     parts.append(f"{config.rollout.workers} rollout worker{'s' * (config.rollout.workers > 1)}")
     return ", ".join(parts)
 

@@ -14,7 +14,7 @@ from headway.record.log import is_being_written
 
 WANTED_NAME = "engines.wanted"
 MOST_ENGINES = 256
-_LOOK_S = 0.05
+_CHECK_S = 0.05
 
 
 def ask(run_dir: Path, events_name: str, count: int, deadline_s: float = 60.0) -> None:
@@ -30,7 +30,7 @@ def ask(run_dir: Path, events_name: str, count: int, deadline_s: float = 60.0) -
         if time.monotonic() > deadline or not is_being_written(run_dir / events_name):
             path.unlink(missing_ok=True)
             raise HeadwayError(f"the run in {run_dir} did not acknowledge the resize within {deadline_s:g} s")
-        time.sleep(_LOOK_S)
+        time.sleep(_CHECK_S)
 
 
 def take(run_dir: Path) -> int | None:

@@ -74,8 +74,8 @@ class RolloutPool:
     async def _watch_waits(self) -> None:
         """Consumes what rollout workers say their trajectories wait for; produces a sentence when none finishes."""
         while True:
-            await asyncio.sleep(waits.LOOK_S)
-            if sentence := self._waits.look(time.monotonic()):
+            await asyncio.sleep(waits.CHECK_S)
+            if sentence := self._waits.due(time.monotonic()):
                 self._emit(Warned(message=sentence))
 
     async def run(self, admission: Admission) -> Group:

@@ -1,4 +1,4 @@
-"""Whose a run directory is: new, replaced, or resumed, and which knobs a resume may change.
+"""Checks a run directory before a run: new, replaced or resumed, and which knobs a resume may change.
 
 A resume refuses what changes the meaning of the record: model, data, sampling, the staleness bound and batch sizes.
 Every other knob may change; the change is an event, which replay honours.

@@ -1,4 +1,4 @@
-"""Says who waits for whom when groups stop finishing: trajectories for the verifier or the workflow, or the controller
+"""Reports what groups wait for when none finishes: trajectories for the verifier or the workflow, or the controller
 for a rollout worker whose workflow blocks its event loop. Waits for engines are left to their health checks.
 
 Invariant that lives here:
@@ -9,7 +9,7 @@ from headway.config import Config
 from headway.rollout.router import Waiting
 from headway.tasks.scoring import specification, title
 
-LOOK_S = 1.0
+CHECK_S = 1.0
 QUIET_S, LONGEST_QUIET_S = 10.0, 60.0
 """How long no group finishes until the first sentence; each later one of a run takes twice as long, up to a minute,
 unless the same wait goes on."""
@@ -35,7 +35,7 @@ class WaitWatch:
         if not is_whole_failure:
             self._since, self._quiet_s = now, min(self._quiet_s, LONGEST_QUIET_S)
 
-    def look(self, now: float) -> str | None:
+    def due(self, now: float) -> str | None:
         """The sentence that is due."""
         quiet_s = now - self._since
         if not self._num_running or quiet_s < self._quiet_s:

@@ -76,7 +76,7 @@ def _success_rate(rewards: Sequence[float | None]) -> float:
 
 
 def _compare(name: str, values: list[tuple[bool, float]]) -> Comparison | None:
-    sampled, trained = [value for _, value in values], [value for kept, value in values if kept]
+    sampled, trained = [value for _, value in values], [value for is_trained, value in values if is_trained]
     if not trained:
         return None
     distance = kolmogorov_smirnov(sampled, trained)

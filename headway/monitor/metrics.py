@@ -189,7 +189,7 @@ class Metrics:
     """Sends the points of a run to every configured tool, from a thread.
 
     Subscribe it after the run: it reads what `run` has folded. A resumed run continues where its log stopped; what a
-    killed process had not sent is sent by nobody, and is in the event log. A tool that fails while the run goes on is
+    killed process had not sent is in the event log only. A tool that fails while the run goes on is
     named once through `complain` and left out from then on.
     """
 

@@ -296,8 +296,8 @@ def _versions(summary: Summary) -> str:
     """Which versions the two accuracies are of; an evaluation during training spans several."""
     ends = "before", "latest" if summary.eval_after is None else "after"
     spans = [summary.eval_versions[name] for name in ends if name in summary.eval_versions]
-    told = " → ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)
-    return f"version {told}; " if told else ""
+    shown = " → ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)
+    return f"version {shown}; " if shown else ""
 
 
 def table(summary: Summary) -> Table:

@@ -1,4 +1,4 @@
-"""What one engine more or fewer would bring: an estimate from who waited for whom.
+"""What one engine more or fewer would bring: an estimate from what trainer and engines waited for.
 
 Shares are of the run's time. While the trainer waits for groups, generation alone decides the pace; the rest of what
 the engines do overlaps training. With n engines become m, all of it takes n/m as long. The estimate takes work to

@@ -1,7 +1,7 @@
 """One run as the viewer sees it: the fold of its log, followed while the run goes on, and its trajectories as columns.
 
 A row is one trajectory. Columns are numpy arrays, so that a million rows are filtered and sorted in milliseconds; texts
-and tokens stay in the record and are read when somebody opens them.
+and tokens stay in the record and are read when they are opened.
 """
 
 import threading
@@ -170,9 +170,9 @@ class OpenRun:
 
     def _on_happening(self, event: Event) -> None:
         self._restarts += isinstance(event, events.WorkerRestarted | events.ResumeStarted)
-        told = describe(event) or "the run was resumed"
+        text = describe(event) or "the run was resumed"
         where = {"wall_s": self.run.clock.at(event.time), "step": self.run.num_trained}
-        self.markers.append({**where, "kind": event.kind.replace("_", " "), "text": told})
+        self.markers.append({**where, "kind": event.kind.replace("_", " "), "text": text})
 
     def _span(self, row: str, start: float, end: float, text: str, share: float = 1.0) -> None:
         at = self.run.clock.at
