@@ -52,9 +52,11 @@ class PolicyLossInput:
 
     @property
     def segments(self) -> Segments:
-        if self.counts_N is not None:
-            return Segments(self.counts_N)
-        return Segments(torch.tensor([len(self.logprobs_T)], device=self.logprobs_T.device))
+        num_tokens = len(self.logprobs_T)
+        counts_N = self.counts_N
+        if counts_N is None:
+            counts_N = torch.tensor([num_tokens], device=self.logprobs_T.device)
+        return Segments(counts_N, num_tokens)
 
 
 @dataclass(frozen=True, eq=False)

@@ -63,7 +63,7 @@ def test_a_minibatch_within_the_budget_loses_nothing() -> None:
 @given(st.lists(st.lists(st.floats(-5, 5), max_size=5), min_size=1, max_size=6))
 def test_sums_and_means_of_sequences_equal_plain_loops(sequences: list[list[float]]) -> None:
     flat = torch.tensor([value for sequence in sequences for value in sequence], dtype=torch.float64)
-    segments = Segments(torch.tensor([len(sequence) for sequence in sequences]))
+    segments = Segments(torch.tensor([len(sequence) for sequence in sequences]), len(flat))
     assert segments.sum(flat).tolist() == pytest.approx([sum(sequence) for sequence in sequences], abs=1e-9)
     inside = flat > 0
     means = []

@@ -239,6 +239,27 @@ def test_float32_agrees_with_the_scalar_reference_to_rounding() -> None:
     assert output.loss.item() == pytest.approx(scalar_loss(tokens, 20.0, Choice(True)), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"aggregate": "sequence"},
+        {"ratio": "sequence", "dual_clip": 3.0},
+        {"behaviour_cap": 2.0, "behaviour_level": "sequence", "mask_token_low": 0.5, "mask_token_high": 2.0},
+        {"mask_sequence_low": 0.5, "mask_sequence_high": 2.0, "mask_negative_kl": 0.1},
+        {"objective": "cispo", "kl_coef": 0.1, "entropy_coef": 0.1},
+    ],
+)
+def test_no_value_is_read_back_from_the_device(knobs: dict[str, object]) -> None:
+    """On a GPU each such reading makes the host wait. Tensors of the device `meta` have no values to read."""
+    logprobs_T = torch.zeros(6, device="meta", requires_grad=True)
+    others = [torch.zeros(6, device="meta") for _ in range(5)]
+    inputs = PolicyLossInput(logprobs_T, *others[:4], torch.tensor([2, 4], device="meta"), others[4], others[4] + 1)
+    figures = Figures(6, 2, entropy_coef=0.1)
+    output = policy_loss(inputs, figures, AlgorithmSection.model_validate({"objective": "decoupled"} | knobs))
+    output.loss.backward()
+    assert {tensor.device.type for tensor in (output.loss, output.fate_T, *output.metrics.values())} == {"meta"}
+
+
 def test_wrong_inputs_are_refused() -> None:
     good = packed([Token(-1, -1, -1, 1.0, True)] * 2)
     with pytest.raises(ValueError, match="shapes differ"):
