@@ -426,7 +426,7 @@ def main(arguments: list[str]) -> None:
         if options.what == "real":
             known["after"] = accuracies_of(directory / "run" / "model", directory, options)
             write()
-        console.print(f"{run.name}: {known['accuracies'][-1][2]:.1%}, {known['wall_s']:.0f} s", highlight=False)
+        console.print(f"{run.name}: {last_accuracy(known):.1%}, {known['wall_s']:.0f} s", highlight=False)
     draw(found, options.out.with_suffix(".png"))
     show(summary(found), console)
     console.print(f"written to {options.out}, curves next to it", highlight=False)

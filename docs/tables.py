@@ -13,7 +13,8 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from run_tables import Record, learning, learning_real, lora, recovery, source, table, trl_grpo, waits
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -25,20 +26,6 @@ DOCUMENTS = (
     ),
 )
 _TABLE = re.compile(r"(<!-- table: (\w+)(?: of (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
-
-Record = dict[str, Any]
-
-
-def table(headings: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
-def source(record: Record) -> str:
-    """Where the numbers of a table come from."""
-    hardware = record["hardware"]
-    device = hardware.get("gpu") or f"{hardware['cores']} cores of an {hardware['cpu']}"
-    return f"`{record['command']}`, {record['date'][:10]}, {device}; [record](RESULTS/{record['file']}.json)."
 
 
 def engine(record: Record) -> str:
@@ -381,29 +368,6 @@ def verifiers_math(record: Record) -> str:
     return table(["split", "written as", "asked", "Headway wrong", "math-verify wrong"], rows) + f"\n\n{source(record)}"
 
 
-def learning(record: Record) -> str:
-    """Of each arm the held-out accuracy at the steps at which all runs were evaluated, and how stale its data was."""
-    runs = record["runs"]
-    shared = sorted(set.intersection(*({point[0] for point in run["accuracies"]} for run in runs)))
-    rows = []
-    for arm, found in record["figures"].items():
-        own = [{point[0]: point[2] for point in run["accuracies"]} for run in runs if run["arm"] == arm]
-        cells = [_mean_and_range([accuracies[step] for accuracies in own]) for step in shared[1:]]
-        numbers = [f"{found[name]:.2f}" for name in ("effective_sample_size", "behaviour_kl")]
-        rows.append([arm.replace("eta=", "η = "), str(len(own)), *cells, f"{found['staleness_mean']:.1f}", *numbers])
-    steps = [f"after {step} steps" for step in shared[1:]]
-    figures = ["mean staleness", "effective sample size", "KL(behaviour‖proximal)"]
-    before = _mean_and_range([run["accuracies"][0][2] for run in runs])
-    load = record["hardware"]["load_average"][0]
-    note = f"Before training {before}. The load average was {load:g} on {record['hardware']['cores']} cores."
-    return table(["", "seeds", *steps, *figures], rows) + f"\n\n{note} {source(record)}"
-
-
-def _mean_and_range(shares: list[float]) -> str:
-    text = f"{statistics.mean(shares):.1%}"
-    return f"{text} ({min(shares):.1%} to {max(shares):.1%})" if max(shares) > min(shares) else text
-
-
 def examples(record: Record) -> str:
     rows = []
     for name, found in record["figures"].items():
@@ -451,6 +415,11 @@ RENDERERS: dict[str, Callable[[Record], str]] = {
     "parity": parity,
     "real_run": real_run,
     "learning": learning,
+    "learning_real": learning_real,
+    "recovery": recovery,
+    "waits": waits,
+    "lora": lora,
+    "trl_grpo": trl_grpo,
     "verifiers": verifiers,
     "viewer": viewer,
     "viewer_live": viewer_live,
