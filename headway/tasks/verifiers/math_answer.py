@@ -28,12 +28,16 @@ _LONGEST = 2000
 _OPEN, _CLOSE = "([{⟨", ")]}⟩"
 
 _INLINE = re.compile(r"(?<!\\)\$\$?((?:\\.|[^$\\])+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_FORMULAS = re.compile(rf"(?:{_INLINE.pattern})(?:\s*(?:,|or|and|,\s*(?:or|and))\s*(?:{_INLINE.pattern}))*", re.DOTALL)
+_REASON = re.compile(r",?\s+(?:because|since|which|so|as|where)\s.*", re.DOTALL)
 _LAST_NUMBER = re.compile(r"(?<![\w.])[-−]?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
 _MATRIX = re.compile(r"\\begin\{([pbB]?matrix|array)\}(?:\{[^}]*\})?(.*)\\end\{\1\}", re.DOTALL)
-_NAME = re.compile(r"[a-zA-Z](?:_\{?\w+\}?|\([a-z]\))?\s*(?:=|\\in(?![a-z])|\\approx)\s*(?!.*=)", re.DOTALL)
+_NAME = re.compile(
+    r"(?:[a-zA-Z](?:_\{?\w+\}?|\([a-z]\))?|\([a-z](?:,\s*[a-z])+\))\s*(?:=|\\in(?![a-z])|\\approx)\s*(?!.*=)", re.DOTALL
+)
 _BASE = re.compile(r"(-?\d[\d\s]*)_\{?(\d+)\}?$")
 _REMOVED = re.compile(
-    r"\\(?:left|right|big|Big|bigg|Bigg|displaystyle|limits|quad|qquad|hspace\{[^}]*\}|[!;:>]|phantom(?:\{[^}]*\}|\s*-)?)(?![a-zA-Z])"
+    r"\\(?:left|right|(?:big|Big|bigg|Bigg)[lr]?|displaystyle|limits|quad|qquad|hspace\{[^}]*\}|!\s*(?=\d)|[!;:>]|phantom(?:\{[^}]*\}|\s*-)?)(?![a-zA-Z])"
 )
 _UNITS = re.compile(
     r"\\(?:text|mathrm|mbox|textrm|textbf)\s*\{\s*(?:[a-zA-Z][a-zA-Z\s./-]*)?\}(?:\s*\^\s*\{?\d\}?)?\s*\.?$|\^\s*\{?\s*\\circ\s*\}?|°"
@@ -45,7 +49,7 @@ _ANGLE = re.compile(
 )
 _RELATION = re.compile(r"(\\[lg](?:eq?|eqslant|t)(?![a-z])|[<>]=?|[≤≥])")
 _BARE_FRACTION = re.compile(r"\\frac\s*(\\[a-z]+|\d|[a-zA-Z])\s*(\d|[a-zA-Z])(?![a-zA-Z])")
-_REPEATING = re.compile(r"(\d{0,20})\.(\d{0,20})\\overline\s*\{?(\d{1,20})\}?")
+_REPEATING = re.compile(r"(\d{0,20})\.(\d{0,20})\\(?:overline|bar)\s*\{?(\d{1,20})\}?")
 _UNIT = re.compile(
     r"(?:\\(?:text|mathrm|mbox|textrm)\s*\{([^{}\d]*)\}|(?<=[\d}\s])([a-zA-Z. ]{1,30}))(?:\s*\^\s*\{?(\d)\}?)?[\s.$]*$"
 )
@@ -62,6 +66,20 @@ _TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf|textit)\s*\{([^{}]*)\}")
 _IMAGINARY = re.compile(r"(?<![a-zA-Z])i(?![a-zA-Z])")
 _SPACES = re.compile(r"(?<!\\)\\[ ,]")
 _THIN = re.compile(r"\\[,;:! ]")
+_ROOT = re.compile(r"(?:√|\\sqrt)\s*\(([^()]*)\)|√\s*(\d+|[a-z])")
+_CHARACTERS = str.maketrans(
+    {
+        "−": "-",
+        "√": "\\sqrt",
+        "π": "\\pi ",
+        "∞": "\\infty ",
+        "×": "\\times ",
+        "·": "\\cdot ",
+        "∪": "\\cup ",
+        "±": "\\pm ",
+    }
+    | {"²": "^2", "³": "^3", "~": " "}
+)
 _WORDS = re.compile(r"[a-zA-Z][a-zA-Z\s,'.-]*")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
@@ -102,6 +120,7 @@ def verify(row: Row, text: str) -> float:
 
 def equal(reference: str, given: str) -> bool:
     """Whether two answers are the same mathematics; False, too, when finding out takes too long."""
+    reference, given = _unbraced(reference), _unbraced(given)
     if _squeeze(reference) == _squeeze(given):
         return True
     if _other_units(reference, given):
@@ -143,17 +162,20 @@ def given_answer(text: str) -> str | None:
     found = text[place.start : place.end]
     if place.boxed:
         return found
-    if formula := _INLINE.match(found[: 2 * _LONGEST].lstrip(" :*\n")):
-        return _last_formula(formula[0])
-    line = next((line for line in found[: 2 * _LONGEST].lstrip(" :*\n").split("\n") if line.strip()), "")
-    return _last_formula(line) if _INLINE.search(line) else line.strip(" *").rstrip(".").strip()
+    found = found[: 2 * _LONGEST].lstrip(" :*\n")
+    if formulas := _FORMULAS.match(found):  # several, as in "$5$ or $6$", are a list
+        several = [_last_formula(formula[0]) or "" for formula in _INLINE.finditer(formulas[0])]
+        return ", ".join(several)
+    line = _REASON.sub("", found.partition("\n")[0])
+    return _last_formula(line) if _INLINE.search(line) else line.rstrip(" *.")
 
 
 def _last_formula(text: str) -> str | None:
     formula = last(_INLINE.finditer(text))
     if formula is not None:
         found = next(group for group in formula.groups() if group is not None)
-        return found.rpartition("=")[2] if found.count("=") > 1 and "," not in found else found
+        chained = found.count("=") > 1 and not re.search(r",|\b(?:and|or)\b", found)
+        return found.rpartition("=")[2] if chained else found
     number = last(_LAST_NUMBER.finditer(text))
     if number:
         return number[0].rstrip(",")
@@ -173,7 +195,7 @@ def _as_words(text: str) -> str | None:
     """A text answer in lower case, without marks: \\text{(A)} and A are alike; None for anything mathematical."""
     plain = _TEXT.sub(r"\1", _THIN.sub(" ", text).strip(" $."))
     plain = re.sub(r"^\\?\((.*)\\?\)$", r"\1", plain.strip(" .,")).strip(" .")
-    if not _WORDS.fullmatch(plain):
+    if not _WORDS.fullmatch(plain) or (" - " in plain and not re.search("[a-zA-Z]{2}", plain)):
         return None
     return ", ".join(sorted(" ".join(part.lower().split()) for part in plain.split(",") if part.strip()))
 
@@ -201,7 +223,7 @@ def _compare(reference: str, given: str) -> bool:
 
 def _normal(text: str) -> str:
     """One spelling of many: what only sets, spaces or names an answer is gone."""
-    text = _REMOVED.sub("", text.strip().strip("$")).replace("~", " ").replace("−", "-")
+    text = _REMOVED.sub("", _ROOT.sub(r"\\sqrt{\1\2}", text.strip().strip("$")).translate(_CHARACTERS))
     text = _SPACES.sub(" ", text)
     text = text.removeprefix("\\(").removesuffix("\\)").removeprefix("\\[").removesuffix("\\]")
     text = text.replace("\\langle", "(").replace("\\rangle", ")")
@@ -272,8 +294,8 @@ def _same_in_any_order(parts: list[str], others: list[str]) -> bool:
 
 def _shape(text: str) -> tuple[str, list[str]]:
     """What an answer is made of: its kind, brackets included, and its elements."""
-    if matrix := _MATRIX.fullmatch(text):
-        rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", matrix[2]) if row.strip()]
+    if matrix := _MATRIX.fullmatch(text[1:-1] if text[:1] in ("(", "[") else text):
+        rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?|\\cr(?![a-z])", matrix[2]) if row.strip()]
         return f"matrix {len(rows)}", [cell for row in rows for cell in row.split("&")]
     if len(parts := _split(text, "\\cup")) > 1:
         return "union", parts
@@ -320,7 +342,7 @@ def _interval(text: str) -> tuple[str, list[str]] | None:
     return f"tuple {'[('[strict[0]]}{'])'[strict[1]]}", [terms[0], terms[2]]
 
 
-_THOUSANDS_ONLY = re.compile(r"-?\d{1,3}(?:,\s?\d{3})+(?:\.\d+)?%?")
+_THOUSANDS_ONLY = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?%?")
 
 
 def _closes_at_end(text: str) -> bool:
@@ -411,6 +433,8 @@ def _expression(text: str) -> Any:
     import math_verify
     from latex2sympy2_extended import NormalizationConfig
 
+    if "$" in text:
+        return None
     spelling = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
     config = math_verify.LatexExtractionConfig(normalization_config=spelling)
     text = "$" + _THOUSANDS.sub("", text).replace("%", "\\%") + "$"

@@ -155,7 +155,7 @@ def _unwrap(text: str) -> str:
     """Without what only sets it off: mathematics marks, braces and brackets around all of it, a currency before it."""
     for _ in range(4):
         text = _WRAP.sub("", text.strip()).strip()
-        if len(text) > 1 and text[0] + text[-1] in ("{}", "()"):
+        if text[:1] + text[-1:] == "{}" or (text[:1] + text[-1:] == "()" and "," not in text):  # (20,100) is a point
             text = text[1:-1]
     return text
 

@@ -81,6 +81,17 @@ SAME = [
     ("AB = 5", "5"),
     ("0.56 = 56\\%", "0.56 = 56\\%"),
     ("10", "4 + 6 = 10"),
+    ("(3,4)", "\\bigl(3,4\\bigr)"),
+    ("(3,4)", "(x, y) = (3, 4)"),
+    ("x = 1 \\text{ or } x = 2", "x = 2 \\text{ or } x = 1"),
+    ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\left(\\begin{array}{cc}1&2\\cr3&4\\end{array}\\right)"),
+    ("3\\sqrt{13}", "3√13"),
+    ("2\\pi", "2π"),
+    ("0.\\bar{3}", "\\frac13"),
+    ("p - q", "-q+p"),
+    ("45^\\circ, 135^\\circ", "135^\\circ, 45^\\circ"),
+    ("45, 135, 225", "225, 135, 45"),
+    ("\\text{(A)}", "{\\text{(A)}}"),
     (42, "42.0"),
     (0.25, "1/4"),
 ]
@@ -138,6 +149,12 @@ DIFFERENT = [
     ("\\sin 30^\\circ", "\\sin 30"),
     ("18", "18 or 19"),
     ("\\frac{a}{b+c}", "a/b+c"),
+    ("p - q", "q - p"),
+    ("(20,100)", "20100"),
+    ("(20,100)", "20,100"),
+    ("45, 135", "45135"),
+    ("(x,y) = (3,4)", "(x,y) = (4,3)"),
+    ("6", "5$6"),
 ]
 
 
@@ -160,6 +177,8 @@ def test_a_different_answer_is_wrong(answer: Any, given: str) -> None:
         "\\boxed{1} was wrong; \\boxed{ {\\frac{1}{2}} }",
         "Final answer: $\\frac{1}{2}$.",
         "The answer is **1/2**",
+        "The answer is **1/2**.",
+        "The answer is 1/2, because it is 3/6.",
         "Since $x = 3$ we get $y = \\frac{1}{2}$",
         "we get \\(x = y = \\frac12\\)",
         "we find \\[0.5\\]",
@@ -169,6 +188,11 @@ def test_a_different_answer_is_wrong(answer: Any, given: str) -> None:
 )
 def test_the_final_answer_is_found_in_its_text(text: str) -> None:
     assert score("\\frac{1}{2}", text) == 1.0
+
+
+def test_several_formulas_after_the_mark_are_one_answer() -> None:
+    for text in ("The answer is $5$ or $6$.", "Answer: $5$, $6$", "The answer is $5$, and \\(6\\)."):
+        assert [score(answer, text) for answer in ("5", "6", "5, 6")] == [0.0, 0.0, 1.0]
 
 
 def test_a_worked_solution_is_a_reference_too() -> None:
