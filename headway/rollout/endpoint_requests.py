@@ -6,12 +6,16 @@ Whatever is wrong with a request is an `ApiError` with the status and the code t
 import json
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headway.model.tokenizer import Messages, encode_prompt
+from headway.errors import CAUSE, ConfigError, translated
+from headway.model.tokenizer import Messages, encode_prompt, render_chat
 from headway.rollout.tool_calls import ToolCall
 from headway.types import Completion, Ints, StopReason
 
@@ -27,6 +31,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # and the values that ask for noth
     "logit_bias": ({},),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
     "functions": ([],),
@@ -116,15 +123,13 @@ class _Fields:
 
     def number(self, name: str, kind: type, default: Any, low: float, high: float = float("inf")) -> Any:
         value: Any = self._body.get(name)
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
         if value is None:
             return default
-        if kind not in (int, float) or type(value) is not kind:
+        if type(value) is not int and type(value) is not kind:
             raise ApiError(400, f"{name} must be {_named(kind)}, not {_kind(value)}", param=name)
-        if not low <= float(value) <= high:
-            raise ApiError(400, f"{name} = {value} is not between {low:g} and {high:g}", param=name)
-        return value
+        if not low <= value <= high:  # before any conversion: a whole number may be too large for a float
+            raise ApiError(400, f"{name} = {str(value)[:40]} is not between {low:g} and {high:g}", param=name)
+        return kind(value)
 
 
 def _messages(body: dict[str, Any]) -> Messages:
@@ -204,6 +209,22 @@ def _named(kind: type) -> str:
 
 def _kind(value: Any) -> str:
     return "null" if value is None else type(value).__name__
+
+
+@contextmanager
+def refusing_messages(tokenizer: "PreTrainedTokenizerBase") -> Iterator[None]:
+    """What a chat template does not accept becomes the caller's error."""
+    if not tokenizer.chat_template:
+        raise ApiError(400, "the model has no chat template; send plain prompts to /v1/completions", param="messages")
+    with translated(ConfigError, partial(ApiError, 400, param="messages"), CAUSE):
+        yield
+
+
+def chat_tokens(tokenizer: "PreTrainedTokenizerBase", call: Call) -> Ints:
+    """The tokens of a call's messages."""
+    with refusing_messages(tokenizer):
+        text = render_chat(tokenizer, call.messages or [], call.template, call.tools)
+        return encode_prompt(tokenizer, text, chat=False)
 
 
 def prompt_tokens(tokenizer: "PreTrainedTokenizerBase", prompt: str | list[int], vocab_size: int) -> Ints:

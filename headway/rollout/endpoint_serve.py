@@ -7,16 +7,14 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 from headway.config import EngineSection
 from headway.engine.protocol import Engine
-from headway.errors import CAUSE, ConfigError, translated
-from headway.model.tokenizer import encode_prompt, load_tokenizer, render_chat
+from headway.model.tokenizer import load_tokenizer
 from headway.rollout.endpoint import Endpoint, with_sampling
-from headway.rollout.endpoint_requests import ApiError, Call, Choice, prompt_tokens
+from headway.rollout.endpoint_requests import ApiError, Call, Choice, chat_tokens, prompt_tokens
 from headway.types import Chunk, Completion, Ints, Request, RequestKey, Sampling
 
 
@@ -40,9 +38,7 @@ class ServeSession:
     def prompt(self, call: Call) -> list[Ints]:
         if call.messages is None:
             return [prompt_tokens(self.tokenizer, prompt, self._vocab_size) for prompt in call.prompts]
-        with translated(ConfigError, partial(ApiError, 400, param="messages"), CAUSE):
-            text = render_chat(self.tokenizer, call.messages, call.template, call.tools)
-        return [encode_prompt(self.tokenizer, text, chat=False)]
+        return [chat_tokens(self.tokenizer, call)]
 
     async def generate(self, call: Call, tokens: Ints, index: int) -> AsyncIterator[Chunk | Completion]:
         """With a seed, the same request gives the same tokens; requests of one seed take turns, because they share

@@ -247,6 +247,7 @@ def _first(result: Any) -> Any:
 
 def _ask_service(url: str, row: Row, text: str) -> Any:
     """What a service says of the text. An outage of a few seconds is waited out; the pool's deadline holds."""
+    import http.client
     import urllib.error
     import urllib.request
 
@@ -260,7 +261,7 @@ def _ask_service(url: str, row: Row, text: str) -> Any:
             if error.code < 500 and error.code != 429:
                 raise
             last: Exception = error
-        except (urllib.error.URLError, OSError) as error:
+        except (http.client.HTTPException, OSError) as error:  # no answer, or half of one
             last = error
         time.sleep(_HTTP_PAUSE_S * 2**attempt)
     raise last

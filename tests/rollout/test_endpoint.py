@@ -163,6 +163,8 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("chat/completions", {"model": "tiny", "messages": HI, "response_format": {"type": "json"}}, 400, "not supported"),
     ("chat/completions", {"model": "tiny", "messages": [{"role": "user", "tool_calls": 3}]}, 400, "list of calls"),
     ("completions", {"model": "tiny", "prompt": "1", "echo": True}, 400, "echo = True is not supported"),
+    ("completions", {"model": "tiny", "prompt": "1", "temperature": 10**400}, 400, "temperature = 1000"),
+    ("completions", {"model": "tiny", "prompt": "1", "top_k": 5}, 400, "top_k = 5 is not supported"),
     ("completions", {"model": "tiny", "prompt": [2**40]}, 400, "outside the vocabulary"),
     ("chat/completions", {"model": "other", "messages": HI}, 404, "'other' is not served"),
     ("completions", {"model": "tiny"}, 400, "prompt must be"),

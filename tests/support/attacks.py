@@ -118,6 +118,36 @@ def answer(x):
     wire.send(peer._descriptor, b"l" + wire._SIZE.pack(2) + wire.encode("return") + end)
     return 0
 """,
+    "types built in the judge": """
+import gc, sys
+wire = sys.modules["headway.tasks.sandbox.wire"]
+def answer(x):
+    peer = next(thing for thing in gc.get_objects() if type(thing).__name__ == "CallPeer")
+    for same in (slice, complex, range, super, property, isinstance, setattr):
+        try:
+            made = peer.request("call", type, ["Yes", [object], {"__eq__": same, "__ne__": same, "__hash__": None}])
+            return peer.request("call", made[0], [])[0]
+        except BaseException: pass
+    return 0
+""",
+    "answers sent ahead of the questions": """
+import gc, sys
+wire = sys.modules["headway.tasks.sandbox.wire"]
+def answer(x):
+    peer = next(thing for thing in gc.get_objects() if type(thing).__name__ == "CallPeer")
+    for _ in range(20): wire.send(peer._descriptor, wire.encode(["return", [True, {0: 4, -1: 4, "x": 4}]]))
+    return 0
+""",
+    "library types with values of their own": """
+import collections, fractions
+class Half(fractions.Fraction):
+    __str__ = lambda self: "4"
+    __eq__ = lambda self, other: True
+Half.__module__, Half.__qualname__ = "fractions", "Fraction"
+class Queue(collections.deque): maxlen = property(lambda self: "all")
+Queue.__module__, Queue.__qualname__ = "collections", "deque"
+def answer(x): return Queue([Half(0)])
+""",
     "tracing and destructors": """
 import sys, threading
 def trace(frame, event, argument):
@@ -289,6 +319,44 @@ for name in ("\0/tmp/.X11-unix/X0", "/dev/log", "/run/systemd/notify", "\0headwa
         try: call(name); out = 4
         except OSError: pass
 def answer(x): return out
+""",
+    "timers without end": """
+import ctypes
+libc, timers = ctypes.CDLL(None), 0
+while libc.syscall(222, 0, 0, ctypes.byref(ctypes.c_int())) >= 0: timers += 1
+def answer(x): return 4 if timers > 64 else 0
+""",
+    "descriptors hidden in messages": """
+import array, os, socket
+hidden, (one, other) = 0, socket.socketpair()
+one.setblocking(False)
+try:
+    while True:
+        pair = os.pipe()
+        one.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", pair))])
+        for descriptor in pair: os.close(descriptor)
+        hidden += 1
+except OSError: pass
+def answer(x): return 4 if hidden > 200 else 0
+""",
+    "the stop signal": """
+import ctypes, os, signal, threading
+stop = signal.SIGSTOP
+libc = ctypes.CDLL(None)
+for call in (lambda: os.kill(0, stop), lambda: signal.raise_signal(stop), lambda: libc.pthread_kill(0, stop),
+             lambda: signal.pthread_kill(threading.get_ident(), stop)):
+    try: call()
+    except OSError: pass
+def answer(x): return 0
+""",
+    "names that hang": """
+import sys, time
+class Slow(str):
+    def __hash__(self): time.sleep(600)
+    def __eq__(self, other): return True
+sys.modules["solution"] = None
+sys.modules["headway.tasks.sandbox.wire"].__dict__.clear()
+def answer(x): return 4
 """,
     "signals by descriptors": """
 import fcntl, gc

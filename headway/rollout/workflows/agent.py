@@ -19,15 +19,13 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from headway.errors import CAUSE, ConfigError, translated
-from headway.model.tokenizer import encode_prompt, render_chat
+from headway.errors import ConfigError
 from headway.rollout.endpoint import Endpoint
-from headway.rollout.endpoint_requests import ApiError, Call, Choice, prompt_tokens
+from headway.rollout.endpoint_requests import ApiError, Call, Choice, chat_tokens, prompt_tokens, refusing_messages
 from headway.rollout.workflows import Episode, LimitReached, in_thread
 from headway.rollout.workflows.conversation import Growing, roles_of, tokens_between
 from headway.tasks import imports
@@ -72,11 +70,10 @@ class EpisodeSession:
         if call.messages is None:
             return [prompt_tokens(self.tokenizer, prompt, len(self.tokenizer)) for prompt in call.prompts]
         parent = self._parent_of(call)
-        with translated(ConfigError, partial(ApiError, 400, param="messages"), CAUSE):
-            if parent is None:
-                text = render_chat(self.tokenizer, call.messages, call.template, call.tools)
-                return [encode_prompt(self.tokenizer, text, chat=False)]
-            chat, new = Chat([], call.template), call.messages[len(parent.history) :]
+        if parent is None:
+            return [chat_tokens(self.tokenizer, call)]
+        chat, new = Chat([], call.template), call.messages[len(parent.history) :]
+        with refusing_messages(self.tokenizer):
             between = tokens_between(self.tokenizer, chat, parent.completion, new, call.tools)
             return [np.concatenate([parent.tokens, between])]
 

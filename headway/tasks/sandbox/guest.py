@@ -71,6 +71,10 @@ def _confine(job: dict[str, Any]) -> None:
         ("FSIZE", limits["scratch_mb"] << 20),
         ("NOFILE", 64),
         ("NPROC", limits["threads"]),
+        (
+            "SIGPENDING",
+            64,
+        ),  # timers and queued signals, of which the kernel keeps a count for all of a user's processes
         ("CORE", 0),
     ):
         if value >= 0:

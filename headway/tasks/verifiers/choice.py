@@ -20,8 +20,11 @@ _LEADING = re.compile(
 )
 _BRACKETED = re.compile(r"\(([A-Z])\)|\*\*\(?([A-Z])[).]?\*\*")
 _ALONE = re.compile(r"(?<![A-Za-z])([A-Z])[.)\s]*$")
-_DRESS = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)|[{}$*:]")
-_ANOTHER = re.compile(r"^\s*(?:,|or|and|/|&)\s*[(\[]?[A-Za-z](?![A-Za-z])", re.IGNORECASE)
+_ARTICLE = re.compile(r"a\s[a-zA-Z]")
+_DRESS = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf)|mbox)(?![a-z])|\\ |[{}$*:]")
+_ANOTHER = re.compile(
+    r"(?:[\s,;/.&|()\[\]-]|(?:or|and|maybe|perhaps)\b)*\b[a-z]\s*(?:$|[,;.)\]/&|-]|(?:or|and)\b|[a-z]\b)", re.IGNORECASE
+)
 
 
 def _wanted(row: Row) -> str:
@@ -59,7 +62,9 @@ def _chosen(text: str, choices: Any) -> str | None:
 
 def _by_letter(said: str) -> str | None:
     found = _LEADING.match(said)
-    return None if found is None or _ANOTHER.match(found["rest"]) else found[1].upper()
+    if found is None or _ANOTHER.match(found["rest"]):
+        return None
+    return None if _ARTICLE.match(said) else found[1].upper()
 
 
 def _by_words(said: str, choices: Any) -> str | None:

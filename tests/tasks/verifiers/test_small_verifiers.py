@@ -29,6 +29,7 @@ CHOICES = {"answer": "B", "choices": ["3 km", "4 km", "5 km"]}
             "I choose B.",
         ],
         *["#### B) 4 km", "The answer is 4 km", "Answer: **B. 4 km**", "4 km", "Answer: Option B"],
+        *["\\boxed{\\textbf{(B)}\\ 12}", "Answer: b because", "Answer: B. A triangle is it"],
     ],
 )
 def test_the_right_choice_is_seen(text: str) -> None:
@@ -38,10 +39,16 @@ def test_the_right_choice_is_seen(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "(A)", "\\boxed{A}", "answer: B or C", "answer: B, C", "(B) is wrong, so (C)", "Because it is so", "A B C D"],
+    ["", "(A)", "\\boxed{A}", "answer: B or C", "answer: B, C", "(B) is wrong, so (C)", "Because it is so", "A B C D"]
+    + [f"answer: {said}" for said in ("B C D", "B; C", "B. C. D.", "B or maybe C", "A triangle, which is (B)")],
 )
 def test_a_wrong_or_several_choices_score_nothing(text: str) -> None:
     assert choice.verify(CHOICES, text) == 0.0
+
+
+def test_an_article_is_no_choice() -> None:
+    assert choice.verify({"answer": "A"}, "The answer is a triangle, which is (C).") == 0.0
+    assert choice.verify({"answer": "A"}, "The answer is a.") == 1.0
 
 
 @pytest.mark.parametrize("row", [{"answer": "seven"}, {"answer": 1}, {"answer": None}, {"answer": 5, "choices": ["a"]}])
