@@ -2,7 +2,7 @@
 
 A problem is solved by a completion that scores 1 or more. pass@k is the unbiased estimate 1 − C(n−c, k)/C(n, k) of the
 chance that one of k completions solves it, from n completions of which c do; accuracy is the mean score. Intervals
-are 95%: Wilson's for one completion a problem that scores 0 or 1, otherwise normal over problems.
+are 95%: Wilson's where every problem's mean is 0 or 1, otherwise normal over problems.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ def interval_of(scores: list[list[float]]) -> tuple[float, float] | None:
     means = [fmean(of_one) for of_one in scores]
     if not means:
         return None
-    if all(len(of_one) == 1 for of_one in scores) and {*means} <= {0.0, 1.0}:
+    if {*means} <= {0.0, 1.0}:  # also of several completions each: all alike, they would seem certain
         return wilson(fmean(means), len(means))
     half = _Z * stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.inf
     return fmean(means) - half, fmean(means) + half

@@ -87,6 +87,12 @@ def run_on(held_out: list[Prompt], scores: list[list[float | None]], **settings:
     return asyncio.run(evaluate(run, held_out, Sampling(), 1, 4, **settings))
 
 
+def test_problems_that_are_all_alike_are_no_certainty() -> None:
+    for score in (0.0, 1.0):
+        low, high = interval_of([[score] * 4] * 2) or (0.0, 0.0)
+        assert high - low > 0.5 and low <= score <= high
+
+
 def test_figures_of_several_completions_a_problem() -> None:
     found = run_on(prompts(_=3), [[1.0, 0.0], [0.5, 1.0], [None, None]], samples=2, pass_at=[1, 2])
     assert (found.accuracy, found.num, found.num_failed) == (0.625, 2, 1)

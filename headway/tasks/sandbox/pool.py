@@ -11,6 +11,7 @@ Invariant that lives here:
 
 import contextlib
 import marshal
+import math
 import os
 import queue
 import select
@@ -127,13 +128,8 @@ class _Sandbox:
 
         Time that the sandbox was ready to run and got no processor is not its own: the deadline moves by it.
         """
-        poll = select.poll()
-        poll.register(self.control, select.POLLIN)
-        latest = deadline
-        while not poll.poll(max(0.0, latest - time.monotonic()) * 1000):
-            latest, before = deadline + queued_s(self.process.pid), latest
-            if latest - before < _WORTH_WAITING_S:
-                raise TimeoutError("nothing was said in time")
+        if not wait_readable(self.control.fileno(), self.process.pid, deadline):
+            raise TimeoutError("nothing was said in time")
         return wire.receive(self.control.fileno())
 
     def end(self) -> None:
@@ -294,6 +290,21 @@ def queued_s(pid: int) -> float:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         total += sum(queued_s(int(child)) for child in children)
     return total
+
+
+def wait_readable(
+    descriptor: int, pid: int, deadline: float, queued_before_s: float = 0.0, longest_s: float = math.inf
+) -> bool:
+    """Whether there is something to read by then. Time since `queued_before_s` in which the process was ready to run
+    and got no processor moves the deadline, by `longest_s` at most."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    latest = deadline
+    while not poll.poll(max(0.0, latest - time.monotonic()) * 1000):
+        latest, before = deadline + min(queued_s(pid) - queued_before_s, longest_s), latest
+        if latest - before < _WORTH_WAITING_S:
+            return False
+    return True
 
 
 def _guest_code() -> bytes:

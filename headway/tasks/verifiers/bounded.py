@@ -9,7 +9,6 @@ filter of `headway.tasks.sandbox.seccomp`, the fork starts no process, opens no 
 import contextlib
 import os
 import resource
-import select
 import signal
 import sys
 import threading
@@ -19,7 +18,7 @@ from typing import Any, NoReturn
 
 from headway.runtime import process_tree
 from headway.tasks.sandbox import seccomp
-from headway.tasks.sandbox.pool import queued_s
+from headway.tasks.sandbox.pool import queued_s, wait_readable
 from headway.tasks.sandbox.wire import WireError, decode, encode, receive, send
 
 
@@ -74,15 +73,9 @@ class Bounded:
                 self._end()
 
     def _hear(self) -> Any:
-        deadline = latest = time.monotonic() + self._deadline_s
-        poll = select.poll()
-        poll.register(self._line[0], select.POLLIN)
-        queued = queued_s(self._child)
-        while not poll.poll(max(0.0, latest - time.monotonic()) * 1000):
-            extra_s = min(queued_s(self._child) - queued, 3 * self._deadline_s)
-            latest, before = deadline + extra_s, latest
-            if latest - before < 0.05:
-                raise WireError(f"it took longer than {self._deadline_s:g} s")
+        deadline, queued = time.monotonic() + self._deadline_s, queued_s(self._child)
+        if not wait_readable(self._line[0], self._child, deadline, queued, longest_s=3 * self._deadline_s):
+            raise WireError(f"it took longer than {self._deadline_s:g} s")
         return decode(receive(self._line[0]))
 
     def _start(self) -> None:
