@@ -146,7 +146,9 @@ def _call(reference: str) -> list[Row]:
     with translated((Exception, SystemExit), ConfigError, f"{reference} raised {KIND}: {CAUSE}"):
         made = imports.call(function)
         getter = getattr(made, _SPLITS.get(split, ""), None)
-        rows = list(getter() if getter else made)
+        rows = [] if made is None else list(getter() if getter else made)
+    if made is None:
+        raise ConfigError(f"{reference} returned None (is a `return` missing?), not rows")
     if at and not getter:
         raise ConfigError(f"{reference}: {place} returns rows and no environment, so leave @{split} out")
     return [_checked(row, f"{reference}, row {index}") for index, row in enumerate(rows)]
