@@ -98,7 +98,7 @@ def prepare(config: Config, to_train: bool = True) -> Prepared:
         load_config,
         model_shape,
     )
-    from headway.rollout.worker import check_workflow
+    from headway.rollout.worker import check_chat, check_workflow
 
     if config.run.runtime == "ray":
         check_ray()
@@ -115,6 +115,7 @@ def prepare(config: Config, to_train: bool = True) -> Prepared:
         raise ConfigError(f"engine.max_context = {context} is more than the model's {limit}; lower it")
     loaded = load_all(config.named_tasks, tokenizer, context - 1)
     prompts, held_out = loaded.train, _limited(loaded.held_out, config.evaluate.limit)
+    check_chat(config.rollout, [*prompts, *held_out])
     longest_prompt = max(len(prompt.tokens) for prompt in [*prompts, *held_out])
     longest = min(context, longest_prompt + config.sampling.max_tokens)
     if config.rollout.workflow != SINGLE_TURN:  # its sequences may grow; rollout workers hold them to the budget

@@ -150,6 +150,12 @@ def check_workflow(section: RolloutSection) -> None:
         inspect.signature(made).bind(**section.settings)
 
 
+def check_chat(section: RolloutSection, prompts: list[Prompt]) -> None:
+    """Refuse prompts in plain text for a workflow that says `needs_chat = True`."""
+    if getattr(imports.load(section.workflow), "needs_chat", False) and any(prompt.chat is None for prompt in prompts):
+        raise ConfigError(f"rollout.workflow {section.workflow} needs prompts of chat messages; set task.chat = true")
+
+
 def _is_run(run: Any) -> bool:
     """Whether `run` of a class can be awaited with one episode."""
     return asyncio.iscoroutinefunction(run) and takes_two(inspect.signature(run).parameters.values())

@@ -155,6 +155,11 @@ BAD: list[tuple[str, Breaking, str]] = [
         "missing a required argument: 'task' (a workflow is a class with `async def run(self, episode)`)",
     ),
     (
+        "tools without a chat template",
+        lambda tmp: {"rollout": {"workflow": "headway.rollout.workflows.tools:ToolUse", "settings": {"tools": []}}},
+        "tools:ToolUse needs prompts of chat messages; set task.chat = true",
+    ),
+    (
         "a verifier of one argument",
         lambda tmp: {"task": {"verifier": write(tmp / "v.py", "def verify(text): return 1.0") + ":verify"}},
         "a verifier is a function (task, text) -> score, and this one takes (text)",

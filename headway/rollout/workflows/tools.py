@@ -20,6 +20,8 @@ _LONGEST_RESULT = 4000
 
 
 class ToolUse:
+    needs_chat = True  # a chat template lists the tools in the prompt
+
     def __init__(self, tools: list[str], turns: int = 8, deadline_s: float = 10.0) -> None:
         """`tools` are file.py:function each, or "python" for the interpreter; `turns` bounds the completions."""
         self.turns, self.deadline_s = turns, deadline_s
