@@ -121,11 +121,13 @@ class _Fields:
             raise ApiError(400, f"{name} must be {_named(kind)}, not {_kind(value)}", param=name)
         return value
 
-    def number(self, name: str, kind: type, default: Any, low: float, high: float = float("inf")) -> Any:
+    def number(
+        self, name: str, kind: type[int] | type[float], default: Any, low: float, high: float = float("inf")
+    ) -> Any:
         value: Any = self._body.get(name)
         if value is None:
             return default
-        if type(value) is not int and type(value) is not kind:
+        if isinstance(value, bool) or not isinstance(value, (int, kind)):
             raise ApiError(400, f"{name} must be {_named(kind)}, not {_kind(value)}", param=name)
         if not low <= value <= high:  # before any conversion: a whole number may be too large for a float
             raise ApiError(400, f"{name} = {str(value)[:40]} is not between {low:g} and {high:g}", param=name)
