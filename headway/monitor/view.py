@@ -226,8 +226,7 @@ class PlainView(View):
             f"stale {event.staleness_mean:4.1f} max {event.staleness_max:2}",
             f"truncated {shares['truncated_share']:4.0%}",
             f"zero var {shares['zero_variance_share']:4.0%}",
-            f"gen {recent.generated_per_s:>7,.0f} tok/s",
-            f"train {recent.trained_per_s:>7,.0f} tok/s",
+            f"tok/s gen {recent.generated_per_s:>7,.0f} train {recent.trained_per_s:>7,.0f}",
             f"waited {event.wait_s:5.1f} s",
             f"left {duration(left) if left is not None else '?':>7}",
         ]
