@@ -29,7 +29,8 @@ _OPEN, _CLOSE = "([{⟨", ")]}⟩"
 
 _INLINE = re.compile(r"(?<!\\)\$\$?((?:\\.|[^$\\])+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _FORMULAS = re.compile(rf"(?:{_INLINE.pattern})(?:\s*(?:,|or|and|,\s*(?:or|and))\s*(?:{_INLINE.pattern}))*", re.DOTALL)
-_REASON = re.compile(r",?\s+(?:because|since|which|so|as|where)\s.*", re.DOTALL)
+_REASON = re.compile(r",?\s+(?:because|since|which|so|as|where)\s.*|\s+\([a-z ]{3,}\)\.?\s*$", re.DOTALL)
+_ABOUT = re.compile(r"(?:approximately|about|exactly|simply|just)\s+")
 _LAST_NUMBER = re.compile(r"(?<![\w.])[-−]?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
 _MATRIX = re.compile(r"\\begin\{([pbB]?matrix|array)\}(?:\{[^}]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _NAME = re.compile(
@@ -37,7 +38,7 @@ _NAME = re.compile(
 )
 _BASE = re.compile(r"(-?\d[\d\s]*)_\{?(\d+)\}?$")
 _REMOVED = re.compile(
-    r"\\(?:left|right|(?:big|Big|bigg|Bigg)[lr]?|displaystyle|limits|quad|qquad|hspace\{[^}]*\}|!\s*(?=\d)|[!;:>]|phantom(?:\{[^}]*\}|\s*-)?)(?![a-zA-Z])"
+    r"\\(?:left|right|(?:big|Big|bigg|Bigg)[lr]?|displaystyle|limits|!\s*(?=\d)|!|phantom(?:\{[^}]*\}|\s*-)?)(?![a-zA-Z])"
 )
 _UNITS = re.compile(
     r"\\(?:text|mathrm|mbox|textrm|textbf)\s*\{\s*(?:[a-zA-Z][a-zA-Z\s./-]*)?\}(?:\s*\^\s*\{?\d\}?)?\s*\.?$|\^\s*\{?\s*\\circ\s*\}?|°"
@@ -58,13 +59,18 @@ _UNIT_NAMES = {
     for words in (
         "mm millimeter millimetre", "cm centimeter centimetre", "km kilometer kilometre", "m meter metre",
         "in inch inches", "ft foot feet", "yd yard", "mi mile", "s sec second", "min minute", "h hr hour", "day",
-        "week", "month", "year", "g gram", "kg kilogram", "am a.m", "pm p.m", "dollar", "cent",
+        "week", "month", "year", "g gram", "kg kilogram", "am a.m", "pm p.m", "dollar", "cent", "dozen", "hundred",
+        "thousand", "million", "billion",
     )
     for name in words.split()
 }  # fmt: skip
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf|textit)\s*\{([^{}]*)\}")
 _IMAGINARY = re.compile(r"(?<![a-zA-Z])i(?![a-zA-Z])")
-_SPACES = re.compile(r"(?<!\\)\\[ ,]")
+_SPACES = re.compile(r"(?<!\\)\\(?:[ ,;:>]|q?quad(?![a-zA-Z])|hspace\{[^}]*\})")
+_NEEDLESS_SPACE = re.compile(r"\s+(?![\d\s])|(?<![\d\s])\s+")
+"""Any but that between digits: 1 2 is not 12, and 5 1/2 not 51/2."""
+_ADJACENT = re.compile(r"\d\s+\d")
+_MIXED = re.compile(r"(?<![\d.,/^_])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.,/])")
 _THIN = re.compile(r"\\[,;:! ]")
 _ROOT = re.compile(r"(?:√|\\sqrt)\s*\(([^()]*)\)|√\s*(\d+|[a-z])")
 _CHARACTERS = str.maketrans(
@@ -166,7 +172,7 @@ def given_answer(text: str) -> str | None:
     if formulas := _FORMULAS.match(found):  # several, as in "$5$ or $6$", are a list
         several = [_last_formula(formula[0]) or "" for formula in _INLINE.finditer(formulas[0])]
         return ", ".join(several)
-    line = _REASON.sub("", found.partition("\n")[0])
+    line = _REASON.sub("", _ABOUT.sub("", found.partition("\n")[0], count=1))
     return _last_formula(line) if _INLINE.search(line) else line.rstrip(" *.")
 
 
@@ -187,8 +193,8 @@ def _last_formula(text: str) -> str | None:
 
 
 def _squeeze(text: str) -> str:
-    text = _TEXT.sub(r"\1", _REMOVED.sub("", text)).replace("dfrac", "frac").replace("tfrac", "frac")
-    return re.sub(r"\s+|\$", "", text).rstrip(".")
+    text = _TEXT.sub(r"\1", _SPACES.sub(" ", _REMOVED.sub("", text))).replace("dfrac", "frac").replace("tfrac", "frac")
+    return _NEEDLESS_SPACE.sub("", text.replace("$", "")).rstrip(".")
 
 
 def _as_words(text: str) -> str | None:
@@ -235,7 +241,7 @@ def _normal(text: str) -> str:
     text = (
         re.sub(r"\s+(?=\d{3}(?!\d))(?<=\d\s)", "", text) if re.fullmatch(r"\s*-?\d{1,3}(\s+\d{3})+\s*", text) else text
     )
-    text = _BARE_FRACTION.sub(r"\\frac{\1}{\2}", text)
+    text = _BARE_FRACTION.sub(r"\\frac{\1}{\2}", _MIXED.sub(r"\1\\frac{\2}{\3}", text))
     text = _REPEATING.sub(_repeating_fraction, text)
     text = _ANGLE.sub(r"\1 (\\frac{\2 \\pi}{180})", text)
     for _ in range(2):
@@ -254,7 +260,7 @@ def _repeating_fraction(match: re.Match[str]) -> str:
 
 def _alike(one: str, other: str) -> bool:
     one, other = _unbraced(one), _unbraced(other)
-    if one.replace(" ", "") == other.replace(" ", ""):
+    if _NEEDLESS_SPACE.sub("", one) == _NEEDLESS_SPACE.sub("", other):
         return True
     letters = [_letter(one), _letter(other)]
     if all(letters) and letters[0] != letters[1]:
@@ -383,8 +389,9 @@ def _same_expression(one: str, other: str) -> bool:
     numbers = [plain_number(one), plain_number(other)]
     if numbers[0] is not None and numbers[1] is not None:
         return same(numbers[0], numbers[1]) or _percent(one, other, *numbers)
-    if words := _as_words(one):
-        return words == _as_words(other) or (_is_symbol(one) and words == other.lower())
+    words = _as_words(one)
+    if words and (words == _as_words(other) or not _is_symbol(one)):
+        return words == _as_words(other)
     bases = [_BASE.fullmatch(one), _BASE.fullmatch(other)]
     if bases[0]:  # digits in a stated base: the base may be left out, and nothing else may differ
         digits = bases[1][1] if bases[1] else other
@@ -433,7 +440,7 @@ def _expression(text: str) -> Any:
     import math_verify
     from latex2sympy2_extended import NormalizationConfig
 
-    if "$" in text:
+    if "$" in text or _ADJACENT.search(_TEXT.sub(r" \1 ", text)):
         return None
     spelling = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
     config = math_verify.LatexExtractionConfig(normalization_config=spelling)

@@ -31,12 +31,14 @@ _NUMBER = re.compile(
     rf"\s*+(?:\{{\s*+(?P<bottom>{_UNSIGNED})\s*+\}}|(?P<under>[0-9]))"
     rf"|(?P<number>{_UNSIGNED})(?:\s*+/\s*+(?P<divisor>{_UNSIGNED}))?+)"
 )
-_SPACING = re.compile(r"\\[!,;: ]|\{,\}(?=[0-9]{3})|\\(?:left|right)(?![a-zA-Z])")
+_SPACING = re.compile(
+    r"\\(?:!|[,;: ](?![0-9])|[,;: ](?<=[0-9]..)(?=[0-9]{3}(?![0-9])))|\{,\}(?=[0-9]{3})|\\(?:left|right)(?![a-zA-Z])"
+)
 _OPERATORS = r"sqrt|[dt]?frac|d?binom|log|ln|exp|sin|cos|tan|cot|sec|csc|cbrt|overline|operatorname|begin"
 _BEFORE = re.compile(rf"(?:[\^_√]|\\(?:{_OPERATORS})\s?(?:\[[^\]{{}}]{{0,20}}\])?)\s{{0,3}}[{{(]?\s{{0,3}}$")
 _AFTER = re.compile(
     rf"\s{{0,3}}(?:\^(?!\{{?\s?\\circ)|[_√]|\\(?:{_OPERATORS}|pi|theta|alpha|beta|cdot|times|div|over|pm|infty)(?![a-z])"
-    r"|\*\s?[\w(\\])|(?![mgshlL])[a-zA-Z](?![a-zA-Z])|\s?\(\s?[a-z0-9]\s?[-+]"
+    r"|\*\s?[\w(\\]|[0-9]{1,9}\s?/\s?[0-9])|(?![mgshlL])[a-zA-Z](?![a-zA-Z])|\s?\(\s?[a-z0-9]\s?[-+]"
 )
 _TUPLE_BEFORE = re.compile(r"[(\[][^()\[\]]{0,40},\s*$")
 _TUPLE_AFTER = re.compile(r"\s*,[^()\[\]]{0,40}[)\]]")
@@ -45,7 +47,7 @@ _WRAP = re.compile(
 )
 _POWER_OF_UNIT = re.compile(r"\}\^\{?[0-9]$")
 _UNIT = re.compile(
-    r"(?:\\(?:text|mathrm|mbox|textbf|textrm)\s*\{[^{}]{0,60}\}(?:\^\{?[0-9]\}?)?|\^?\{?\s*\\circ\s*\}?|\^\\circ|°|\\?%|\\?\$"
+    r"(?:\\(?:text|mathrm|mbox|textbf|textrm)\s*\{[^{}0-9]{0,60}\}(?:\^\{?[0-9]\}?)?|\^?\{?\s*\\circ\s*\}?|\^\\circ|°|\\?%|\\?\$"
     r"|(?<=[0-9}\s])[a-zA-Z]{2,}(?:[\s/a-zA-Z]{0,40})(?:\^?[0-9])?|(?<=[0-9])[mgshlL]|\.)\s*$"
 )
 _NAME = re.compile(r"^\s*[a-zA-Z](?:_\{?\w\}?|\([a-z0-9]\))?\s*(?:=|\\approx)\s*")

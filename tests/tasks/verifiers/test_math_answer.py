@@ -92,6 +92,11 @@ SAME = [
     ("45^\\circ, 135^\\circ", "135^\\circ, 45^\\circ"),
     ("45, 135, 225", "225, 135, 45"),
     ("\\text{(A)}", "{\\text{(A)}}"),
+    ("\\frac{11}{2}", "5 1/2"),
+    ("-\\frac32", "-1 1/2"),
+    ("xy", "yx"),
+    ("i", "\\sqrt{-1}"),
+    ("1200", "1\\,200"),
     (42, "42.0"),
     (0.25, "1/4"),
 ]
@@ -155,6 +160,14 @@ DIFFERENT = [
     ("45, 135", "45135"),
     ("(x,y) = (3,4)", "(x,y) = (4,3)"),
     ("6", "5$6"),
+    ("12", "1 2"),
+    ("12", "1\\quad 2"),
+    ("12", "1\\text{ }2"),
+    ("51/2", "5 1/2"),
+    ("\\{12\\}", "\\{1 2\\}"),
+    ("12x", "1 2x"),
+    ("4\\text{ thousand}", "4 million"),
+    ("4", "4 \\text{ or 5}"),
 ]
 
 
@@ -179,6 +192,7 @@ def test_a_different_answer_is_wrong(answer: Any, given: str) -> None:
         "The answer is **1/2**",
         "The answer is **1/2**.",
         "The answer is 1/2, because it is 3/6.",
+        "The answer is exactly 1/2 (in lowest terms).",
         "Since $x = 3$ we get $y = \\frac{1}{2}$",
         "we get \\(x = y = \\frac12\\)",
         "we find \\[0.5\\]",
