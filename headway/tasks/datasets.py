@@ -8,6 +8,7 @@ Hugging Face data set by hub name or directory (train is the split where none is
 
 import csv
 import importlib
+import io
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +27,7 @@ Row = dict[str, Any]
 
 _HF = "hf:"
 _SPLITS = {"": "get_dataset", "eval": "get_eval_dataset"}  # of an environment
+_LONGEST_CELL = 1 << 30  # of a CSV file; the module's own limit is 128 KiB
 FORMS = "a .jsonl, .json, .csv or .parquet file, hf:NAME:CONFIG@SPLIT, or file.py:function"
 
 
@@ -92,18 +94,20 @@ def _read_json(path: str) -> list[Row]:
 
 
 def _parse(text: str, where: str) -> Any:
-    with translated(json.JSONDecodeError, ConfigError, f"{where}: not valid JSON ({CAUSE})"):
+    with translated((ValueError, RecursionError), ConfigError, f"{where}: not valid JSON ({CAUSE})"):
         return json.loads(text)
 
 
 def _read_csv(path: str) -> list[Row]:
-    reader = csv.DictReader(_text(path).splitlines(keepends=True))
-    rows: list[Row] = []
-    for index, row in enumerate(reader):
+    csv.field_size_limit(_LONGEST_CELL)
+    # Not splitlines, which also ends a line at characters that a cell may hold, such as U+2028.
+    reader = csv.DictReader(io.StringIO(_text(path), newline=""))
+    with translated(csv.Error, ConfigError, f"dataset {path} is not readable CSV ({CAUSE})"):
+        rows = list(reader)
+    for index, row in enumerate(rows):
         if None in row or None in row.values():
             raise ConfigError(f"{path}, row {index}: not as many values as the header {reader.fieldnames} has names")
-        rows.append(_checked(dict(row), f"{path}, row {index}"))
-    return rows
+    return [_checked(row, f"{path}, row {index}") for index, row in enumerate(rows)]
 
 
 def _read_parquet(path: str) -> list[Row]:

@@ -20,7 +20,7 @@ from headway.errors import ConfigError
 from headway.tasks import imports
 from headway.tasks.verifiers import needs_of
 
-if TYPE_CHECKING:  # a verifier's process imports no more than it needs: asyncio and urllib below, numpy with a score
+if TYPE_CHECKING:  # a verifier's process imports no more than it needs: asyncio and urllib below
     from asyncio import AbstractEventLoop
 
     from headway.config import TaskSection
@@ -149,9 +149,10 @@ def _numbers(parts: Mapping[Any, Any], prefix: str) -> dict[str, float]:
 
 
 def to_number(value: Any) -> float:
-    import numpy as np
-
-    if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
+    if hasattr(value, "item"):  # a number of numpy's or torch's, or an array of one
+        with suppress(ValueError, RuntimeError):
+            value = value.item()
+    if isinstance(value, bool | int | float):
         with suppress(OverflowError):
             if math.isfinite(number := float(value)):
                 return number

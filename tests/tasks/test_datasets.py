@@ -27,9 +27,21 @@ def test_a_line_separator_inside_a_json_string_does_not_end_its_row(tmp_path: Pa
     assert load_rows(str(path)) == [{"prompt": "a\u2028b"}]
 
 
+def test_a_csv_cell_may_hold_line_separators_and_be_long(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    cells = ["a\u2028b\x0cc", "x" * 200_000, "two\nlines"]
+    path.write_text("prompt,answer\n" + "".join(f'"{cell}",1\n{cell.split(chr(10))[0]},2\n' for cell in cells))
+    assert [row["prompt"] for row in load_rows(str(path))][::2] == cells
+    assert [row["answer"] for row in load_rows(str(path))] == ["1", "2"] * 3
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
-    [("{oops", "line 3: not valid JSON"), ("[1]", "line 3: a row is a JSON object, not list")],
+    [
+        ("{oops", "line 3: not valid JSON"),
+        ("[1]", "line 3: a row is a JSON object, not list"),
+        ("[" * 100_000, "line 3: not valid JSON"),
+    ],
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str, sentence: str) -> None:
     path = tmp_path / "rows.jsonl"

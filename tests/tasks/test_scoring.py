@@ -52,6 +52,14 @@ def three(task, text, other):
 
 def infinite(task, text):
     return {"a": 1e308, "b": 1e308}
+
+def arrays(task, text):
+    import numpy, torch
+    return {"scalar": numpy.float32(0.5), "array": numpy.array([0.25]), "flag": numpy.bool_(True), "t": torch.tensor(2)}
+
+def two_values(task, text):
+    import numpy
+    return numpy.zeros(2)
 """
 ROW = {"prompt": "1+1", "answer": "2", "note": "n"}
 
@@ -109,7 +117,12 @@ def test_needed_fields_are_those_verifiers_name_and_trls_parameters(make: Any) -
     assert needs_of_task(make(verifier="@trl_messages")) == {}
 
 
-@pytest.mark.parametrize("name", ["nothing", "empty", "infinite", "trl_undecided"])
+def test_numbers_of_numpy_and_torch_are_numbers(make: Any) -> None:
+    value, components = score(make(verifier="@arrays"))
+    assert value == 3.75 and components == {"scalar": 0.5, "array": 0.25, "flag": 1.0, "t": 2.0}
+
+
+@pytest.mark.parametrize("name", ["nothing", "empty", "infinite", "trl_undecided", "two_values"])
 def test_what_is_no_finite_number_is_no_score(make: Any, name: str) -> None:
     with pytest.raises(NotAScore):
         score(make(verifier=f"@{name}"))
