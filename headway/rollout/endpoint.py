@@ -230,6 +230,7 @@ async def _choose(
         put(more)
     whole = _cut(decode(session.tokenizer, completion.tokens), call.stop)
     rest, calls = parse(whole) if call.tools else (whole, [])
+    calls = calls if call.parallel else calls[:1]
     pieces = [str(session.tokenizer.decode([int(token)])) for token in completion.tokens] if call.logprobs else []
     choice = Choice(index, tokens.tolist(), completion, rest, calls, pieces)
     session.finished(call, choice)

@@ -39,6 +39,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # and the values that ask for noth
     "functions": ([],),
     "audio": (),
 }
+_NO_TEMPLATE = "chat_template_kwargs are a template's arguments; a template of the client's own is not run here"
 
 
 class ApiError(Exception):
@@ -61,6 +62,7 @@ class Call:
     messages: Messages | None = None
     prompts: list[str | list[int]] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
+    parallel: bool = True  # whether one answer may hold several calls of tools
     template: dict[str, Any] = field(default_factory=dict)
     n: int = 1
     max_tokens: int | None = None
@@ -88,12 +90,16 @@ def parse_call(body: Any, chat: bool) -> Call:
     top = take.number("top_logprobs" if chat else "logprobs", int, 0, 0)
     if top > most:
         raise ApiError(400, "log-probs are given of sampled tokens only; leave the number of others out")
+    template = take.of("chat_template_kwargs", dict, {})
+    if "chat_template" in template:
+        raise ApiError(400, _NO_TEMPLATE, param="chat_template_kwargs")
     return Call(
         model=take.of("model", str, ""),
         messages=_messages(body) if chat else None,
         prompts=[] if chat else _prompts(body),
         tools=_tools(body) if chat else None,
-        template=take.of("chat_template_kwargs", dict, {}),
+        parallel=take.of("parallel_tool_calls", bool, True),
+        template=template,
         n=take.number("n", int, 1, 1, MOST_CHOICES) or 1,
         max_tokens=take.number("max_completion_tokens", int, None, 1) or take.number("max_tokens", int, None, 1),
         temperature=take.number("temperature", float, None, 0, 2),
@@ -179,9 +185,14 @@ def _tools(body: dict[str, Any]) -> list[dict[str, Any]] | None:
     tools = body.get("tools")
     if tools is None or body.get("tool_choice") == "none":
         return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) and "function" in tool for tool in tools):
-        raise ApiError(400, "tools must be a list of functions", param="tools")
+    if not isinstance(tools, list) or not all(map(_is_function, tools)):
+        raise ApiError(400, "tools must be a list of functions, each with a name", param="tools")
     return tools or None
+
+
+def _is_function(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _prompts(body: dict[str, Any]) -> list[str | list[int]]:

@@ -154,6 +154,8 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("chat/completions", {"model": "tiny", "messages": HI, "top_logprobs": 5}, 400, "sampled tokens only"),
     ("chat/completions", {"model": "tiny", "messages": HI, "stop": [""]}, 400, "stop"),
     ("chat/completions", {"model": "tiny", "messages": HI, "tools": "all"}, 400, "tools"),
+    ("chat/completions", {"model": "tiny", "messages": HI, "tools": [{"function": {}}]}, 400, "each with a name"),
+    ("chat/completions", {"messages": HI, "chat_template_kwargs": {"chat_template": "x"}}, 400, "client's own"),
     (
         "chat/completions",
         b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}',
@@ -409,6 +411,24 @@ def test_an_agents_tool_calls_are_one_sequence_token_for_token(
     assert tokenizer.decode(sequence.tokens[sequence.loss_mask == 1].tolist()) == "call<eos>42<eos>"
     assert sequence.tokens[: len(engine.requests[1].tokens)].tolist() == engine.requests[1].tokens.tolist()
     assert list(sequence.roles.values()) == ["tool"]
+
+
+def test_one_call_an_answer_where_a_client_wants_no_parallel_ones(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = [ToolCall("f", {"x": 1}), ToolCall("f", {"x": 2})]
+    monkeypatch.setattr(endpoint_module, "parse", lambda text: ("", calls))
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+    async def scenario() -> None:
+        async with client_of(tiny_model) as (client, _, _):
+            for parallel, wanted in ((True, [1, 2]), (False, [1])):
+                settings = {"model": "tiny", "messages": HI, "tools": tools, "max_tokens": 2}
+                answer = await client.chat.completions.create(**settings, parallel_tool_calls=parallel)
+                called = answer.choices[0].message.tool_calls
+                assert [json.loads(call.function.arguments)["x"] for call in called] == wanted
+
+    run(scenario)
 
 
 def test_calls_in_a_history_reach_the_template_as_objects() -> None:
