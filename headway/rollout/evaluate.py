@@ -2,7 +2,7 @@
 
 A problem is solved by a completion that scores 1 or more. pass@k is the unbiased estimate 1 − C(n−c, k)/C(n, k) of the
 chance that one of k completions solves it, from n completions of which c do; accuracy is the mean score. Intervals
-are 95%: Wilson's where every problem's mean is 0 or 1, otherwise normal over problems.
+are 95%: Wilson's where every problem's mean is 0 or 1 or all are the same, otherwise normal over problems.
 """
 
 import asyncio
@@ -75,7 +75,8 @@ def interval_of(scores: list[list[float]]) -> tuple[float, float] | None:
     means = [fmean(of_one) for of_one in scores]
     if not means:
         return None
-    if {*means} <= {0.0, 1.0}:  # also of several completions each: all alike, they would seem certain
+    alike = len({*means}) == 1 and 0.0 <= means[0] <= 1.0
+    if alike or {*means} <= {0.0, 1.0}:  # also of several completions each: all alike, they would seem certain
         return wilson(fmean(means), len(means))
     half = _Z * stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.inf
     return fmean(means) - half, fmean(means) + half
@@ -160,20 +161,19 @@ def table(found: Evaluation, samples: int) -> "Table":
     """One line for each task: mean@k with its interval, pass@k, completions cut off, problems without a verdict."""
     from rich.table import Table
 
-    listing = Table(box=None, header_style="bold")
+    listing = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
     ks = [k for k, _ in found.pass_at]
-    for name in ("task", "problems", f"mean@{samples}", "95% interval", *(f"pass@{k}" for k in ks)):
-        listing.add_column(name, justify="left" if name == "task" else "right")
-    for name in ("tokens", "cut off", "no verdict"):
-        listing.add_column(name, justify="right")
+    names = ("rows", f"mean@{samples}, %\n(95%)", *(f"pass@{k}" for k in ks), "tokens", "cut\noff", "no\nverdict")
+    for name in ("task", *names):
+        listing.add_column(name, justify="left" if name == "task" else "right", no_wrap=True)
     for row in (*found.tasks, found):
-        low, high = row.interval or (math.nan, math.nan)
         estimates = dict(row.pass_at)
+        low, high = row.interval or (math.nan, math.nan)
+        mean = "unknown" if row.accuracy is None else f"{100 * row.accuracy:.1f} ({100 * low:.1f}–{100 * high:.1f})"
         listing.add_row(
             row.source or "all" if found.tasks else "held out",
             str(row.num),
-            "unknown" if row.accuracy is None else f"{row.accuracy:.1%}",
-            f"{low:.1%} – {high:.1%}",
+            mean,
             *(f"{estimates[k]:.1%}" if k in estimates else "–" for k in ks),
             *(f"{row.mean_tokens:.0f}", f"{row.truncated:.1%}", str(row.num_failed)),
         )

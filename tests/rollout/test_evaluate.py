@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from headway.model.tokenizer import build_character_tokenizer
 from headway.rollout.evaluate import (
@@ -88,7 +89,7 @@ def run_on(held_out: list[Prompt], scores: list[list[float | None]], **settings:
 
 
 def test_problems_that_are_all_alike_are_no_certainty() -> None:
-    for score in (0.0, 1.0):
+    for score in (0.0, 0.1, 1.0):
         low, high = interval_of([[score] * 4] * 2) or (0.0, 0.0)
         assert high - low > 0.5 and low <= score <= high
 
@@ -107,6 +108,17 @@ def test_several_tasks_have_figures_of_their_own_and_a_line_each() -> None:
     assert found.accuracy == pytest.approx(2 / 3)
     assert found.summary()["tasks"] == {"math": 0.5, "code": 1.0}
     assert table(found, 1).row_count == 3
+
+
+def test_the_table_is_whole_on_eighty_columns() -> None:
+    names = {"gsm8k_platinum": 1, "math500": 1, "humaneval": 1}
+    found = run_on(prompts(**names), [[1.0, 0.0, 0.5, 1.0]] * 3, samples=4, pass_at=[1, 2, 4])
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(table(found, 4))
+    text = captured.get()
+    assert "…" not in text and "gsm8k_platinum" in text and "62.5 (" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_an_evaluation_without_a_single_verdict_has_no_accuracy() -> None:
