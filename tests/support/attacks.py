@@ -177,6 +177,42 @@ class Odd(Exception, metaclass=Meta):
 def answer(x): raise Odd
 """,
     "exceptions of every kind": "class Odd(BaseException): pass\ndef answer(x): raise Odd",
+    "a class that equals everything": """
+class Meta(type):
+    __eq__ = lambda cls, other: True
+    __hash__ = lambda cls: hash(9)
+class Yes(metaclass=Meta): pass
+import builtins
+builtins.Yes = Yes
+def answer(x): return Yes if x == 2 else Yes()
+""",
+    "hooks of the interpreter": """
+import gc, os, sys
+sys.excepthook = sys.unraisablehook = lambda *a: os._exit(0)
+class Finder:
+    def find_spec(self, *a): raise SystemExit(0)
+sys.meta_path.insert(0, Finder())
+gc.callbacks.append(lambda *a: sys.addaudithook(lambda *a: os._exit(0)))
+def answer(x): return 0
+""",
+    "built-ins of the judge called": """
+import gc, os, sys
+def answer(x):
+    peer = next(thing for thing in gc.get_objects() if type(thing).__name__ == "CallPeer")
+    for function in (eval, exec, __import__, open, compile, vars, breakpoint):
+        try: return peer.request("call", function, ["4"])[0]
+        except BaseException: pass
+    for operation in ("global", "getattr", "setattr", "str", "list", "next"):
+        try: return peer.request(operation, "answer")
+        except BaseException: pass
+    return 0
+""",
+    "an answer in drops": """
+import gc, os, time
+def answer(x):
+    peer = next(thing for thing in gc.get_objects() if type(thing).__name__ == "CallPeer")
+    while True: os.write(peer._descriptor, b"\\0"); time.sleep(0.2)
+""",
 }
 
 ESCAPES = {
@@ -397,6 +433,24 @@ for name in ("CPU", "AS", "FSIZE", "NOFILE"):
     try: resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (resource.RLIM_INFINITY,) * 2); raised = 4
     except (OSError, ValueError): pass
 def answer(x): return raised
+""",
+    "a program of its own making": """
+import os
+ran = 0
+for path in ("/tmp/own", "/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1"):
+    try:
+        if path == "/tmp/own": open(path, "w").write("#!/bin/sh\\n"); os.chmod(path, 0o6755)
+        os.posix_spawn(path, [path, "/bin/true"], {}); ran = 4
+    except OSError: pass
+def answer(x): return ran
+""",
+    "keys forged into a terminal": """
+import fcntl, os, termios
+typed = 0
+for descriptor in [*range(64), *(os.open(p, 0) for p in ("/dev/tty", "/dev/ptmx", "/dev/pts/0") if os.path.exists(p))]:
+    try: fcntl.ioctl(descriptor, termios.TIOCSTI, b"x"); typed = 4
+    except OSError: pass
+def answer(x): return typed
 """,
     "the limit's signal ignored": "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
     "sleep without end": "import time\nwhile True: time.sleep(60)",

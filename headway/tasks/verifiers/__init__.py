@@ -47,12 +47,6 @@ def needs_of(function: Callable[..., Any]) -> tuple[str, ...]:
     return needs
 
 
-def check_row(function: Callable[..., Any], row: Row) -> str:
-    """Why `function` could not score this row whatever the text, or "" when it can or does not say."""
-    check: Callable[[Row], str] | None = getattr(function, "check_row", None)
-    return check(row) if check is not None else ""
-
-
 def complaint(parse: Callable[[Any], object], value: Any) -> str:
     """Why `parse` refuses the value, or "": a `check_row` made of the function that a verifier reads the row with."""
     try:
@@ -60,9 +54,3 @@ def complaint(parse: Callable[[Any], object], value: Any) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def warm_up(function: Callable[..., Any]) -> None:
-    """Load what the verifier wants loaded before its first text."""
-    if getattr(function, "warm_up", None) is not None:
-        function.warm_up()  # type: ignore[attr-defined]

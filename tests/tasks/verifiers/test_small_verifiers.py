@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from headway.errors import ConfigError
-from headway.tasks.verifiers import check_row, choice, form, gym, judge, match, schema
+from headway.tasks.verifiers import choice, form, gym, judge, match, schema
 
 CHOICES = {"answer": "B", "choices": ["3 km", "4 km", "5 km"]}
 
@@ -53,7 +53,7 @@ def test_an_article_is_no_choice() -> None:
 
 @pytest.mark.parametrize("row", [{"answer": "seven"}, {"answer": 1}, {"answer": None}, {"answer": 5, "choices": ["a"]}])
 def test_a_row_without_a_choice_is_refused(row: dict[str, Any]) -> None:
-    assert "neither a letter" in check_row(choice.verify, row)
+    assert "neither a letter" in choice.check_row(row)
 
 
 def test_strings_are_matched_exactly_or_by_pattern() -> None:
@@ -64,8 +64,8 @@ def test_strings_are_matched_exactly_or_by_pattern() -> None:
     assert match.verify_text({"answer": "ab"}, "ab") == 1.0 and match.verify_text({"answer": "ab"}, "ab ") == 0.0
     assert match.verify_regex({"pattern": r"\b\d{3}\b"}, "room 101") == 1.0
     assert match.verify_regex({"pattern": r"\b\d{3}\b"}, "room 11") == 0.0
-    assert "no regular expression" in check_row(match.verify_regex, {"pattern": "("})
-    assert check_row(match.verify, {"answer": ""}) and not check_row(match.verify, paris)
+    assert "no regular expression" in match.check_pattern({"pattern": "("})
+    assert match.check_row({"answer": ""}) and not match.check_row(paris)
 
 
 def test_a_pattern_that_never_ends_is_a_wrong_answer_soon() -> None:
@@ -87,12 +87,12 @@ def test_json_is_judged_by_its_schema(given: Any) -> None:
     for text in ('{"n": "3"}', "{}", "n: 3", "", '{"n": 3', "[" * 100_000):
         assert schema.verify(row, text) == 0.0
     assert schema.verify_parses({}, "[1, 2]") == 1.0 and schema.verify_parses({}, "no") == 0.0
-    assert check_row(schema.verify, row) == ""
+    assert schema.check_row(row) == ""
 
 
 @pytest.mark.parametrize("bad", [3, "{", {"type": "nothing"}, None])
 def test_a_row_whose_schema_is_none_is_refused(bad: Any) -> None:
-    assert "no JSON schema" in check_row(schema.verify, {"schema": bad})
+    assert "no JSON schema" in schema.check_row({"schema": bad})
 
 
 def test_form_and_length_are_rewards_of_their_own() -> None:
@@ -118,10 +118,10 @@ def test_gym_rows_are_scored_by_their_own_rules() -> None:
     rows = gym.rows("chain_sum", size=3, seed=7)
     assert rows == gym.rows("chain_sum", size=3, seed=7) and json.dumps(rows)
     for row in rows:
-        assert check_row(gym.verify, row) == ""
+        assert gym.check_row(row) == ""
         assert gym.verify(row, f"Thinking.\n<answer>{row['answer']}</answer>") == 1.0
         assert gym.verify(row, f"It is {row['answer']}0") < 1.0 and gym.verify(row, "") == 0.0
-    assert "no task" in check_row(gym.verify, {"gym": {**rows[0]["gym"], "task": "nothing"}})
+    assert "no task" in gym.check_row({"gym": {**rows[0]["gym"], "task": "nothing"}})
     with pytest.raises(ConfigError, match="no task"):
         gym.rows("nothing")
 
