@@ -123,18 +123,17 @@ class _Fields:
         value = self._body.get(name)
         if value is None:
             return default
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        kinds = (int, float) if kind is float else (kind,)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
             raise ApiError(400, f"{name} must be {_named(kind)}, not {_kind(value)}", param=name)
         return value
 
     def number(
         self, name: str, kind: type[int] | type[float], default: Any, low: float, high: float = float("inf")
     ) -> Any:
-        value: Any = self._body.get(name)
+        value = self.of(name, kind, None)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, (int, kind)):
-            raise ApiError(400, f"{name} must be {_named(kind)}, not {_kind(value)}", param=name)
         if not low <= value <= high:  # before any conversion: a whole number may be too large for a float
             raise ApiError(400, f"{name} = {str(value)[:40]} is not between {low:g} and {high:g}", param=name)
         return kind(value)

@@ -6,7 +6,6 @@ import random
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -21,19 +20,16 @@ from headway.types import Chunk, Completion, Ints, Request, RequestKey, Sampling
 class ServeSession:
     """Requests of one key, each sampled for itself; nothing is remembered."""
 
-    def __init__(self, engine: Engine, model_path: str, context: int, stop_tokens: tuple[int, ...], vocab_size: int):
+    def __init__(self, engine: Engine, model_path: str, context: int, stop_tokens: set[int], vocab_size: int):
+        """`stop_tokens` end completions, besides the tokenizer's own end-of-text token."""
         self.tokenizer = load_tokenizer(model_path)
         self.context = context
         self._engine, self._vocab_size = engine, vocab_size
-        self._sampling = Sampling(max_tokens=context, stop_tokens=stop_tokens)
+        stops = stop_tokens | {self.tokenizer.eos_token_id}
+        self._sampling = Sampling(max_tokens=context, stop_tokens=tuple(sorted(stops)))
         self._numbers = itertools.count()
         self._seeds = random.SystemRandom()
         self._turns = WeakValueDictionary[tuple[int, int], asyncio.Lock]()  # gone with the last request of its seed
-
-    def stop_at(self, *ids: int | list[int] | None) -> None:
-        """End completions at these tokens."""
-        flat = {number for item in ids for number in (item if isinstance(item, list) else [item])} - {None}
-        self._sampling = replace(self._sampling, stop_tokens=tuple(sorted(number for number in flat if number)))
 
     def prompt(self, call: Call) -> list[Ints]:
         if call.messages is None:
@@ -73,7 +69,7 @@ async def serve(
 ) -> None:
     """Serve the model until cancelled; `on_open` is given the base URL and the key."""
     from headway.engine.embedded.service import EmbeddedEngine
-    from headway.model.loading import load_config
+    from headway.model.loading import end_tokens, load_config
 
     config = load_config(model_path)
     context = section.max_context or config.max_position_embeddings
@@ -82,8 +78,7 @@ async def serve(
     key = key or f"sk-{secrets.token_urlsafe(24)}"
     await engine.open()
     try:
-        session = ServeSession(engine, model_path, context, (), config.vocab_size)
-        session.stop_at(config.eos_token_id, session.tokenizer.eos_token_id)
+        session = ServeSession(engine, model_path, context, end_tokens(model_path, config), config.vocab_size)
         endpoint.sessions[key] = session
         await endpoint.open(host, port)
         on_open(endpoint.url, key)

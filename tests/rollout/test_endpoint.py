@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -20,7 +22,7 @@ from headway.model.tokenizer import load_tokenizer
 from headway.rollout import endpoint as endpoint_module
 from headway.rollout.endpoint import Endpoint
 from headway.rollout.endpoint_requests import parse_call
-from headway.rollout.endpoint_serve import ServeSession
+from headway.rollout.endpoint_serve import ServeSession, serve
 from headway.rollout.tool_calls import ToolCall
 from headway.types import NOT_SAMPLED, Group
 
@@ -31,7 +33,7 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor
 
 @asynccontextmanager
 async def serving(model: str, engine: Any, context: int = 512) -> Any:
-    endpoint, session = Endpoint("tiny"), ServeSession(engine, model, context, (EOS,), 60)
+    endpoint, session = Endpoint("tiny"), ServeSession(engine, model, context, {EOS}, 60)
     session.tokenizer.chat_template = CHAT_TEMPLATE
     endpoint.sessions[KEY] = session
     await endpoint.open()
@@ -267,6 +269,31 @@ def test_a_thousand_concurrent_requests_are_all_answered(tiny_model: str) -> Non
             async with asyncio.timeout(20):
                 while (len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))) > before:
                     await asyncio.sleep(0.01)
+
+    run(scenario)
+
+
+def test_a_served_model_stops_at_every_end_token_that_its_files_name(tiny_model: str, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "generation_config.json").write_text('{"eos_token_id": [0, 7]}')
+    opened = asyncio.Queue[tuple[str, str]]()
+    section = EngineSection(max_num_seqs=16, kv_tokens=8192, max_context=300)
+
+    async def scenario() -> None:
+        serving = asyncio.create_task(
+            serve(str(model), section, "float32", "127.0.0.1", 0, on_open=lambda *place: opened.put_nowait(place))
+        )
+        url, key = await opened.get()
+        async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
+            answer = await client.completions.create(
+                model=str(model), prompt="1+1=", n=16, seed=1, extra_body={"return_token_ids": True}
+            )
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        ends = {0, EOS, 7}
+        all_tokens = [choice.model_dump()["token_ids"] for choice in answer.choices]
+        assert not any(ends.intersection(tokens[:-1]) for tokens in all_tokens)
+        assert {tokens[-1] for tokens in all_tokens} >= ends
 
     run(scenario)
 
