@@ -1,8 +1,8 @@
 """Where in a text the final answer is: the same rule for every verifier that compares answers.
 
-The answer is what follows the last `####` or `answer:` or `answer is`, or the contents of the last `\\boxed{}` (nested
-braces included), whichever comes last. A text with none of these has no marked answer. Linear in the length of the
-text, whatever it holds.
+The answer is what follows the last `####`, `answer:`, `answer is` or `<answer>` (up to a `</answer>`), or the contents
+of the last `\\boxed{}` (nested braces included), whichever comes last. A text with none of these has no marked answer.
+Linear in the length of the text, whatever it holds.
 """
 
 import re
@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 _MARKER = re.compile(
-    r"####|answer(?:\*\*)?(?::|\s+is\b:?)|\\f?box(?:ed)?[ \t]*(?P<box>\{)|\\boxed[ \t]+(?P<bare>[^\s$]+)", re.IGNORECASE
+    r"####|<answer>|answer(?:\*\*)?(?::|\s+is\b:?)|\\f?box(?:ed)?[ \t]*(?P<box>\{)|\\boxed[ \t]+(?P<bare>[^\s$]+)",
+    re.IGNORECASE,
 )
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
@@ -32,7 +33,8 @@ def find_answer(text: str) -> Answer | None:
         return Answer(marker.end(), closing_brace(text, marker.end()), True)
     if marker["bare"]:
         return Answer(marker.start("bare"), marker.end(), True)
-    return Answer(marker.end(), len(text), False)
+    end = text.find("</answer>", marker.end())
+    return Answer(marker.end(), end if end >= 0 else len(text), False)
 
 
 def last(matches: Iterable[re.Match[str]]) -> re.Match[str] | None:

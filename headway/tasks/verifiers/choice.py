@@ -21,7 +21,7 @@ _LEADING = re.compile(
 _BRACKETED = re.compile(r"\(([A-Z])\)|\*\*\(?([A-Z])[).]?\*\*")
 _ALONE = re.compile(r"(?<![A-Za-z])([A-Z])[.)\s]*$")
 _ARTICLE = re.compile(r"a\s[a-zA-Z]")
-_DRESS = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf)|mbox)(?![a-z])|\\ |[{}$*:]")
+_DRESS = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf)|mbox)(?![a-z])|\\ |[{}$*:\"`]")
 _ANOTHER = re.compile(
     r"(?:[\s,;/.&|()\[\]-]|(?:or|and|maybe|perhaps)\b)*\b[a-z]\s*(?:$|[,;.)\]/&|-]|(?:or|and)\b|[a-z]\b)", re.IGNORECASE
 )
@@ -52,7 +52,8 @@ def verify(row: Row, text: str) -> float:
 def _chosen(text: str, choices: Any) -> str | None:
     place = find_answer(text)
     if place is not None:
-        said = " ".join(_DRESS.sub(" ", text[place.start : place.end][:500]).split())
+        line = text[place.start : place.end].strip(" :*\n").partition("\n")[0]  # what follows is an explanation
+        said = " ".join(_DRESS.sub(" ", line[:500]).split())
         return _by_words(said, choices) or _by_letter(said)
     if bracketed := last(_BRACKETED.finditer(text)):
         return bracketed[1] or bracketed[2]

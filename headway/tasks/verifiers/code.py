@@ -29,7 +29,9 @@ from functools import lru_cache
 from headway.tasks.sandbox.pool import Limits, Outcome, ProgramRun, Sandboxes, Tests
 from headway.tasks.verifiers import Row
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(  # a block may begin within a line; ```code``` on one line is none
+    r"```[^`\n]+```|(?:^([ \t]+))?```[ \t]*([\w+-]*)[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
+)
 _PYTHON = ("", "python", "python3", "py")
 
 
@@ -101,7 +103,12 @@ def _how_it_ended(run: ProgramRun) -> str:
 
 def find_program(text: str, names: tuple[str, ...] = ()) -> str:
     """The last fenced block that defines one of the names, or the last one, or the whole text."""
-    blocks = [body for language, body in _FENCE.findall(text) if language.lower() in _PYTHON]
+    fenced = [match.groups() for match in _FENCE.finditer(text) if match[3] is not None]
+    blocks = [
+        re.sub(f"^{indent}", "", body, flags=re.MULTILINE) if indent else body  # as far as its fence is indented
+        for indent, language, body in fenced
+        if language.lower() in _PYTHON
+    ]
     if not blocks:
         return text
     any_name = "|".join(map(re.escape, names)) or "(?!)"

@@ -5,8 +5,7 @@ A file of yours gives the rows, and `verify` here scores them:
     from headway.tasks.verifiers import gym
     def rows(): return gym.rows("chain_sum", size=2000, seed=1)
 
-The answer is what is between the last `<answer>` tags, else the marked answer (`headway.tasks.verifiers.answers`), else
-the last line of the text.
+The answer is the marked one (`headway.tasks.verifiers.answers`), else the last line of the text.
 
 0.0 to 1.0: what the task's own `score_answer` says, in a process that is killed at a deadline (then 0.0), changes no
 file and reaches no network. Some tasks evaluate what they are given as Python: here they get the value of plain
@@ -14,18 +13,16 @@ expressions, and no code is run (`headway.tasks.verifiers.expressions`). 0.0, to
 text but not on the reference answer. An error: the row names no task, or its own answer cannot be scored.
 """
 
-import re
 import sys
 from functools import lru_cache
 from typing import Any
 
 from headway.errors import ConfigError, translated
 from headway.tasks.verifiers import Row, verifier
-from headway.tasks.verifiers.answers import find_answer, last
+from headway.tasks.verifiers.answers import find_answer
 from headway.tasks.verifiers.bounded import Bounded
 from headway.tasks.verifiers.expressions import evaluate, guard_sympy
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LONGEST = 20_000
 
 
@@ -66,9 +63,6 @@ def verify(row: Row, text: str) -> float:
 
 
 def answer_in(text: str) -> str | None:
-    tagged = last(_TAGGED.finditer(text))
-    if tagged is not None:
-        return tagged[1].strip()
     place = find_answer(text)
     if place is not None:
         return text[place.start : place.end].strip()

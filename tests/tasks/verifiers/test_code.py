@@ -168,7 +168,11 @@ def test_a_machine_without_isolation_is_refused_in_a_sentence(monkeypatch: pytes
         ("```\nx = 1\n```", "x = 1\n"),
         ("```python\na\n```\n```json\nb\n```", "a\n"),
         ("```python\ndef f(): 1\n```\n```python\nf()\n```", "def f(): 1\n"),
-        ("  ```python\n  x\n  ```", "  x\n"),
+        ("- so:\n  ```python\n  if x:\n    y\n  ```", "if x:\n  y\n"),
+        ("```python\n    return 1\n```", "    return 1\n"),
+        ("Here: ```python\nx\n```\nbye", "x\n"),
+        ("Call ```f()``` as in:\n```python\nx\n```", "x\n"),
+        ("<think>```python\ndef f(): 0\n```</think>\n```python\ndef f(): 1\n```", "def f(): 1\n"),
         ("```js\nx\n```", "```js\nx\n```"),
     ],
 )

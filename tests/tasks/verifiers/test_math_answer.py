@@ -190,6 +190,8 @@ def test_a_different_answer_is_wrong(answer: Any, given: str) -> None:
         "\\boxed{1} was wrong; \\boxed{ {\\frac{1}{2}} }",
         "Final answer: $\\frac{1}{2}$.",
         "The answer is **1/2**",
+        "<think>2/4</think>\n<answer>1/2</answer>\nDone: 7.",
+        "<answer>The answer is $\\frac12$</answer>",
         "The answer is **1/2**.",
         "The answer is 1/2, because it is 3/6.",
         "The answer is exactly 1/2 (in lowest terms).",

@@ -35,6 +35,7 @@ def test_needs_that_are_not_a_tuple_of_names_are_refused(needs: Any) -> None:
     [
         (42, "so it is 42"),
         (42, "so it is 42."),
+        (42, "<think>7</think> <answer> 42 </answer> (of 50)"),
         (42, "42"),
         (42, "first 7, then 42!"),
         (42, "42.0"),

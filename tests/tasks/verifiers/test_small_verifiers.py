@@ -29,6 +29,7 @@ CHOICES = {"answer": "B", "choices": ["3 km", "4 km", "5 km"]}
             "I choose B.",
         ],
         *["#### B) 4 km", "The answer is 4 km", "Answer: **B. 4 km**", "4 km", "Answer: Option B"],
+        *["<answer>B</answer>", 'Answer: "B"', "Answer: B\n\nC and A are wrong.", "Answer:\n(B)"],
         *["\\boxed{\\textbf{(B)}\\ 12}", "Answer: b because", "Answer: B. A triangle is it"],
     ],
 )
