@@ -229,15 +229,16 @@ def contradictions(algorithm: AlgorithmSection, group_size: int, ranks: int) -> 
     """Combinations that exclude one another, each a sentence with whether it is the case."""
     a, prefix = algorithm, f"algorithm.preset = {algorithm.preset} with " if algorithm.preset else ""
     compared = f"baseline = {a.baseline}" if a.baseline in ("group", "leave_one_out") else ""
-    compared = compared or (f"normalise = {a.normalise}" if a.normalise == "group" else "")
+    compared = compared or ("normalise = group" if a.normalise == "group" else "")
+    compared = compared or ("drop_zero_variance = true" if a.drop_zero_variance else "")
     bounds = [("mask_token", a.mask_token_low, a.mask_token_high)]
     bounds += [("mask_sequence", a.mask_sequence_low, a.mask_sequence_high)]
     empty = [name for name, low, high in bounds if high and low >= high]
     return {
         f"{prefix}algorithm.{compared} compares trajectories of one prompt and needs rollout.group_size "
         "of 2 or more": compared and group_size < 2,
-        f"{prefix}algorithm.baseline = critic excludes normalise = group; set normalise to token, batch or none": (
-            a.needs_critic and a.normalise == "group"
+        f"{prefix}algorithm.baseline = {a.baseline} excludes normalise = group; set normalise to token, batch or none": (
+            a.baseline in ("critic", "none") and a.normalise == "group"
         ),
         f"{prefix}algorithm.objective = {a.objective} has no clipped ratio, which ratio = sequence is about; set "
         "objective = decoupled or naive": a.ratio == "sequence" and a.objective in ("cispo", "sapo", "reinforce"),

@@ -45,12 +45,19 @@ def test_without_a_preset_it_is_decoupled_ppo_with_group_advantages_and_no_corre
     ("knobs", "context", "said"),
     [
         ({"preset": "grpo"}, {"group_size": 1}, "algorithm.preset = grpo with algorithm.baseline = group compares"),
-        ({"baseline": "none"}, {"group_size": 1}, "algorithm.normalise = group compares trajectories of one prompt"),
+        ({"baseline": "critic"}, {"group_size": 1}, "algorithm.normalise = group compares trajectories of one prompt"),
+        (
+            {"preset": "areal", "drop_zero_variance": True},
+            {"group_size": 1},
+            "algorithm.drop_zero_variance = true compares trajectories of one prompt",
+        ),
         (
             {"preset": "ppo", "normalise": "group"},
             {},
             "algorithm.baseline = critic excludes",
         ),
+        # A group of equal rewards has no deviation, and without a baseline its returns are not 0.
+        ({"preset": "areal", "normalise": "group"}, {}, "algorithm.baseline = none excludes normalise = group"),
         ({"preset": "ppo"}, {"ranks": 2}, "algorithm.preset = ppo with algorithm.baseline = critic is for one trainer"),
         ({"preset": "cispo", "ratio": "sequence"}, {}, "algorithm.objective = cispo has no clipped ratio"),
         ({"objective": "naive", "behaviour_cap": 5.0}, {}, "algorithm.objective = naive applies no π_prox/π_behav"),
