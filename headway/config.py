@@ -244,7 +244,7 @@ class TrainerSection(Section):
     record_tokens: bool = Field(
         True, description="record log-probs, weight and advantage of each trained token for the viewer, 12 bytes each"
     )
-    max_skipped: int = Field(3, ge=1, description="non-finite steps in a row that end the run")
+    max_skipped: int = Field(3, ge=1, description="skipped steps in a row that end the run")
 
     @property
     def devices(self) -> list[str]:

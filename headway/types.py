@@ -35,7 +35,7 @@ class StopReason(StrEnum):
 
 class DropReason(StrEnum):
     FAILED = "failed"  # no trajectory of the group survived its workflow or its verifier
-    NON_FINITE = "non_finite"  # the training step that took it was skipped
+    SKIPPED = "skipped"  # the training step that took it was skipped: not finite, or everything masked
     TOO_OLD = "too_old"  # a token is older than the version it was admitted at
     ZERO_VARIANCE = "zero_variance"  # its rewards are all equal, and the algorithm replaces such groups
     SUCCESS_RATE = "success_rate"  # too few or too many of its trajectories succeeded

@@ -377,12 +377,12 @@ class Controller:
     def _skip(self, batch: Batch, report: StepReport) -> None:
         groups = tuple(group.id for group in batch.groups)
         self.log.append(Skipped(version=self.version, groups=groups, reason=report.skipped))
-        self._drop(groups, DropReason.NON_FINITE, tokens=batch.num_sampled)
+        self._drop(groups, DropReason.SKIPPED, tokens=batch.num_sampled)
         self._num_skipped += 1
         if self._num_skipped >= self.config.trainer.max_skipped:
             raise RunFailed(
                 f"{self._num_skipped} training steps in a row were skipped (version {self.version}: "
-                f"{report.skipped}); lower trainer.lr or look at the data"
+                f"{report.skipped}); lower trainer.lr, relax the masks of [algorithm], or look at the data"
             )
 
     # Saving and evaluation

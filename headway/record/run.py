@@ -337,7 +337,7 @@ class Run:
         """Drop the groups here, not at the `dropped` event that follows: a crash may come between the two."""
         self._check_taken(event, event.version, event.groups)
         self.batches.pop()
-        reason = DropReason.NON_FINITE.value
+        reason = DropReason.SKIPPED.value
         for id in event.groups:
             group = self.groups[id]
             group.taken = None

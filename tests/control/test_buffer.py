@@ -209,8 +209,8 @@ def test_a_group_is_put_once_and_only_while_it_is_in_flight() -> None:
 
 def test_a_restored_buffer_hands_out_what_the_lost_one_would_have() -> None:
     staleness = StalenessControl.restore(2, 3, 2, num_admitted=7, trained={0, 1}, dropped={3}, taken=set())
-    buffer = Buffer.restore(staleness, [group(5), group(2), group(4)], {DropReason.NON_FINITE: 1})
-    assert buffer.num_ready == 3 and buffer.num_dropped == {DropReason.NON_FINITE: 1}
+    buffer = Buffer.restore(staleness, [group(5), group(2), group(4)], {DropReason.SKIPPED: 1})
+    assert buffer.num_ready == 3 and buffer.num_dropped == {DropReason.SKIPPED: 1}
     assert ids(asyncio.run(buffer.take_batch())) == [2, 4]
     staleness.trained([2, 4])
     buffer.put(group(6))

@@ -388,7 +388,7 @@ def test_a_step_that_is_not_finite_drops_its_groups_and_adds_no_version(make_sta
     state = check_finished(stage.config, events)
     skipped = [group for event in events if event.kind == "skipped" for group in event.groups]
     assert len(skipped) == 9 and set(state.dropped) == set(skipped)
-    assert set(state.dropped.values()) == {"non_finite"}
+    assert set(state.dropped.values()) == {"skipped"}
     assert [event.version for event in events if event.kind == "skipped"] == [0, 1, 1]
 
 

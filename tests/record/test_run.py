@@ -107,14 +107,14 @@ def test_a_skipped_batch_leaves_as_dropped_even_if_the_crash_came_before_its_dro
     log = two_steps()
     log.append("skipped", version=1, groups=(2, 3), reason="the loss is not finite")
     if not crashed_between:
-        log.append("dropped", groups=(2, 3), reason="non_finite", tokens=20)
+        log.append("dropped", groups=(2, 3), reason="skipped", tokens=20)
     state = fold(log.events)
-    assert state.dropped == {2: "non_finite", 3: "non_finite"}
+    assert state.dropped == {2: "skipped", 3: "skipped"}
     assert (state.batches, state.num_trained, state.untrained_batch) == ([(0, (0, 1))], 1, None)
     assert state.waiting == [4]
     made = fold(log.events)
     made.check_tokens()
-    assert (made.tokens.dropped, made.tokens.waiting) == ({"non_finite": 20}, 10)
+    assert (made.tokens.dropped, made.tokens.waiting) == ({"skipped": 20}, 10)
     log.finish(5)
     log.take(1, 4, 5)
     assert fold(log.events).batches == [(0, (0, 1)), (1, (4, 5))]
@@ -348,7 +348,7 @@ class Simulation:
             if self.random.random() < 0.5:
                 self.kill()
             else:
-                self.log.append("dropped", groups=tuple(groups), reason="non_finite", tokens=tokens)
+                self.log.append("dropped", groups=tuple(groups), reason="skipped", tokens=tokens)
             return
         self.version += 1
         self.trained += tokens
