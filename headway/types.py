@@ -418,7 +418,7 @@ class WeightUpdate:
     parts: tuple["WeightUpdate", ...] = ()
     host: str = ""  # the machine that can read `location`; empty: every machine may try
     elsewhere: tuple[WeightPlace, ...] = ()  # where else the same bytes lie, best first
-    base: str = ""  # of an adapter: the digest of all tensors it does not name
+    base: str = ""  # of an adapter: the digest of the weights it is for
     token: bytes = field(default=b"", repr=False)  # shared secret: a receiver proves it before a stream sends anything
     digest: str = ""  # one checksum of all values, the same whatever the transport; the trainer takes it
 

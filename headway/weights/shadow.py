@@ -27,8 +27,7 @@ class ShadowWeights:
         self._live = {name: parameter for name, parameter in live.items() if isinstance(parameter, nn.Parameter)}
         self._shadow: dict[int, Tensor] = {}
         self._staged: dict[int, Tensor] = {}
-        self._live_prints: dict[bool, dict[str, str]] = {}  # by whether a GPU computed them
-        self._staged_prints: dict[bool, dict[str, str]] = {}
+        self._staged_prints: dict[str, str] = {}
         self.staged_version: int | None = None
         # With low-rank adapters, the base of each matrix that they change, and the digest of the whole base.
         self._base: dict[str, Tensor] = {}
@@ -39,12 +38,11 @@ class ShadowWeights:
         self.staged_version, self._staged = None, {}
         parts = update.parts or (update,)
         on_device = parts[0].transport == "cuda"
-        if factors := lora.targets([info.name for info in update.pieces]):
-            self._stage_factors(update, factors, on_device)
+        if update.kind == "adapter":
+            self._stage_factors(update, on_device)
             return
         self._check_kinds(update)
         release_other_publishers(update)
-        untouched = self._untouched(update, on_device) if update.kind == "adapter" else {}
         # Check what will be live: names that are tied here share one tensor, though two may have been published.
         arrived: dict[str, Tensor] = {}
         for part in parts:
@@ -55,13 +53,11 @@ class ShadowWeights:
         wrong = [name for name, value in update.fingerprints.items() if found[name] != value]
         if wrong:
             raise WeightMismatch(f"version {update.version}: {wrong[0]} arrived with another checksum than published")
-        changed = {id(self._live[info.name]) for info in update.pieces}
-        self._staged = {key: self._shadow[key] for key in changed}
-        self._staged_prints = {on_device: untouched | found}
+        self._staged, self._staged_prints = dict(self._shadow), found
         self.staged_version = update.version
         self._base, self._base_digest = {}, {}
 
-    def _stage_factors(self, update: WeightUpdate, names: list[str], on_device: bool) -> None:
+    def _stage_factors(self, update: WeightUpdate, on_device: bool) -> None:
         """Merge a low-rank adapter into its base: the weights that were live when the first adapter came."""
         if on_device not in self._base_digest and not self._base:
             self._base_digest[on_device] = digest(fingerprints(self._live, on_device))
@@ -69,7 +65,8 @@ class ShadowWeights:
             found = f"made for the base {update.base}, and the base here is {ours}"
             raise WeightMismatch(f"version {update.version}: its adapter was {found}; load that one first")
         factors = open_whole(update)
-        for name in names:
+        names = lora.targets(list(factors))
+        for name in names or factors:
             live, stem = self._live.get(name), name.removesuffix(".weight")
             pair = [factors.get(stem + side) for side in (lora.A, lora.B)]
             shape = tuple(live.shape) if live is not None else None
@@ -81,7 +78,7 @@ class ShadowWeights:
             sides = [side.to(live.device) for side in pair if side is not None]
             self._shadow_of(live).copy_(lora.merged(self._base[name], *sides))
         self._staged = {id(self._live[name]): self._shadow[id(self._live[name])] for name in names}
-        self._staged_prints = {on_device: update.fingerprints}
+        self._staged_prints = update.fingerprints
         self.staged_version = update.version
 
     def _into(self, part: WeightUpdate) -> dict[str, Tensor]:
@@ -104,8 +101,7 @@ class ShadowWeights:
         published: dict[str, list[TensorInfo]] = {}
         for info in update.pieces:
             published.setdefault(info.name, []).append(info)
-        missing = self._live.keys() - published.keys() if update.kind == "full" else set()
-        differing = sorted(missing | (published.keys() - self._live.keys()))
+        differing = sorted(self._live.keys() ^ published.keys())
         if differing:
             raise WeightMismatch(
                 f"version {update.version}: published and loaded tensors differ by name, first {differing[0]}"
@@ -121,24 +117,6 @@ class ShadowWeights:
             if not _cover_all_rows(pieces):
                 raise WeightMismatch(f"version {update.version}: the pieces of {name} do not hold every row once")
 
-    def _untouched(self, update: WeightUpdate, on_device: bool) -> dict[str, str]:
-        """Fingerprints of the tensors that an adapter does not change; raise unless they are its base."""
-        named = {id(self._live[info.name]): info.name for info in update.pieces}
-        unchanged = {name: tensor for name, tensor in self._live.items() if name not in named.values()}
-        tied = [name for name, tensor in unchanged.items() if id(tensor) in named]
-        if tied:
-            other = named[id(unchanged[tied[0]])]
-            tie = f"{other}, which is tied to {tied[0]} here"
-            raise WeightMismatch(f"version {update.version}: its adapter changes {tie}")
-        if on_device not in self._live_prints:
-            self._live_prints[on_device] = fingerprints(self._live, on_device)
-        prints = self._live_prints[on_device]
-        untouched = {key: value for key, value in prints.items() if key.partition("[")[0] in unchanged}
-        if digest(untouched) != update.base:
-            found = f"made for the base {update.base}, and the base here is {digest(untouched)}"
-            raise WeightMismatch(f"version {update.version}: its adapter was {found}; load that one first")
-        return untouched
-
     def staged(self, parameter: Tensor) -> Tensor:
         """The tensor that a parameter will have after the swap; itself if no update to it is staged."""
         return self._staged.get(id(parameter), parameter)
@@ -153,9 +131,8 @@ class ShadowWeights:
         else:
             for key, parameter in parameters.items():
                 parameter.data, self._shadow[key] = self._shadow[key], parameter.data
-        self._live_prints = self._staged_prints
         self.staged_version, self._staged = None, {}
-        return dict(next(iter(self._live_prints.values())))
+        return dict(self._staged_prints)
 
 
 def _cover_all_rows(pieces: Sequence[TensorInfo]) -> bool:

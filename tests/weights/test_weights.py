@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -292,77 +291,19 @@ def test_a_forged_fingerprint_does_not_help(publisher: Publisher) -> None:
     assert said.startswith("version 0: embed arrived with another checksum")
 
 
-# Adapters: an update of some tensors, for a base that the others have to be
-
-
-def base_of(tensors: Mapping[str, Tensor], *named: str) -> str:
-    """What an adapter with these names leaves as it is."""
-    return digest({name: value for name, value in fingerprints(tensors).items() if name not in named})
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("transport", ["shared_memory", "stream", "disk"])
-def test_an_adapter_moves_only_what_it_names_and_is_proved_with_its_base(
-    transport: str, in_place: bool, tmp_path: Path
-) -> None:
-    publisher, live = Publisher([transport], directory=str(tmp_path)), receiver()
-    shadow = ShadowWeights(live, in_place)
-    shadow.stage(publisher.publish(0, numbered(1.0)))
-    shadow.swap()
-    for version in range(1, 5):
-        place, norm = live["embed"].data_ptr(), torch.full((5,), float(version))
-        update = publisher.publish(version, {"norm": norm}, base_of(live, "norm"))
-        assert update.kind == "adapter" and update.num_bytes == 20
-        shadow.stage(update)
-        assert shadow.staged(live["embed"]) is live["embed"] and torch.equal(shadow.staged(live["norm"]), norm)
-        assert shadow.swap() == fingerprints(live)
-        assert equal(live, numbered(1.0) | {"norm": norm, "head": live["embed"]})
-        assert live["embed"].data_ptr() == place
-    whole = publisher.publish(5, numbered(7.0))
-    shadow.stage(whole)
-    assert shadow.swap() == whole.fingerprints and equal(live, numbered(7.0))
-    publisher.close()
-
-
-def test_an_adapter_that_was_missed_does_not_matter_but_its_base_does(publisher: Publisher) -> None:
-    """The base is what an adapter leaves alone, so each adapter replaces the one before, loaded or not."""
-    live = receiver()
-    shadow = ShadowWeights(live)
-    base = base_of(live, "norm")
-    publisher.publish(1, {"norm": torch.ones(5)}, base)
-    shadow.stage(publisher.publish(2, {"norm": torch.zeros(5)}, base))
-    assert shadow.swap() == fingerprints(live)
-    shadow.stage(publisher.publish(3, numbered(3.0)))
-    shadow.swap()
-    update = publisher.publish(4, {"norm": torch.ones(5)}, base)
-    assert mismatch(shadow, update) == (
-        f"version 4: its adapter was made for the base {base}, and the base here is {base_of(live, 'norm')}; "
-        "load that one first"
-    )
-    assert equal(live, numbered(3.0))
+# Adapters (tests/training/test_lora.py has those that a trainer publishes)
 
 
 def test_an_adapter_with_a_wrong_byte_or_an_unknown_name_changes_nothing(publisher: Publisher) -> None:
     live = receiver()
-    bad = publisher.publish(1, {"norm": torch.ones(5)}, base_of(live, "norm"))
-    overwrite(bad, "norm")
-    said = mismatch(ShadowWeights(live), bad)
-    assert said == "version 1: norm arrived with another checksum than published"
-    unknown = publisher.publish(2, {"lora": torch.ones(5)}, base_of(live))
+    base = digest(fingerprints(live))
+    bad = publisher.publish(1, {"norm.lora_A": torch.ones(1, 5)}, base)
+    overwrite(bad, "norm.lora_A")
+    assert mismatch(ShadowWeights(live), bad) == "version 1: norm.lora_A arrived with another checksum than published"
+    unknown = publisher.publish(2, {"norm": torch.ones(5)}, base)
     said = mismatch(ShadowWeights(live), unknown)
-    assert said == "version 2: published and loaded tensors differ by name, first lora"
+    assert said == "version 2: its adapter has norm, which does not fit the base"
     assert is_untouched(live)
-
-
-def test_an_adapter_cannot_change_a_tied_tensor_under_one_of_its_names(publisher: Publisher) -> None:
-    live = receiver(tied=True)
-    update = publisher.publish(1, {"embed": torch.zeros(7, 3)}, base_of(live, "embed"))
-    said = mismatch(ShadowWeights(live), update)
-    assert said == "version 1: its adapter changes embed, which is tied to head here"
-    untied = receiver(tied=False)
-    shadow = ShadowWeights(untied)
-    shadow.stage(publisher.publish(2, {"embed": torch.zeros(7, 3)}, base_of(untied, "embed")))
-    assert shadow.swap() == fingerprints(untied) and not untied["embed"].any() and untied["head"].all()
 
 
 def test_a_full_update_may_follow_a_small_adapter_in_the_same_buffer(publisher: Publisher) -> None:
