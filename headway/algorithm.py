@@ -17,13 +17,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "grpo": (
         "rewards normalised within the group, sequences of equal weight",
-        {
-            "objective": "decoupled",
-            "clip_eps": 0.2,
-            "baseline": "group",
-            "normalise": "group",
-            "aggregate": "sequence",
-        },
+        {"objective": "decoupled", "clip_eps": 0.2, "baseline": "group", "normalise": "group", "aggregate": "sequence"},
     ),
     "dapo": (
         "GRPO with a higher upper clip, tokens of equal weight, groups without spread replaced, overlong shaping",
@@ -40,13 +34,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "dr_grpo": (
         "GRPO without its two divisions: by the group's deviation and by the sequence's length",
-        {
-            "objective": "decoupled",
-            "clip_eps": 0.2,
-            "baseline": "group",
-            "normalise": "none",
-            "aggregate": "constant",
-        },
+        {"objective": "decoupled", "clip_eps": 0.2, "baseline": "group", "normalise": "none", "aggregate": "constant"},
     ),
     "rloo": (
         "REINFORCE with the mean of the group's other trajectories as the baseline",
@@ -237,9 +225,8 @@ def contradictions(algorithm: AlgorithmSection, group_size: int, ranks: int) -> 
     return {
         f"{prefix}algorithm.{compared} compares trajectories of one prompt and needs rollout.group_size "
         "of 2 or more": compared and group_size < 2,
-        f"{prefix}algorithm.baseline = {a.baseline} excludes normalise = group; set normalise to token, batch or none": (
-            a.baseline in ("critic", "none") and a.normalise == "group"
-        ),
+        f"{prefix}algorithm.baseline = {a.baseline} excludes normalise = group; set normalise to token, batch or "
+        "none": a.baseline in ("critic", "none") and a.normalise == "group",
         f"{prefix}algorithm.objective = {a.objective} has no clipped ratio, which ratio = sequence is about; set "
         "objective = decoupled or naive": a.ratio == "sequence" and a.objective in ("cispo", "sapo", "reinforce"),
         f"algorithm.dual_clip = {a.dual_clip:g} must lie above 1 + clip_eps_high = {1 + a.high:g}; raise it or set 0": (

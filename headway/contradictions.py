@@ -101,11 +101,13 @@ def of_lora(config: Any) -> Iterator[str]:
         yield f"model.lora.adapter = {lora.adapter} needs model.lora.rank, the adapter's own; set it"
     if lora.rank and config.trainer.ranks > 1:
         yield f"model.lora.rank = {lora.rank} is for one trainer rank; set trainer.ranks = 1 or model.lora.rank = 0"
-    if lora.rank and config.engine.kind == "vllm":
+    if lora.rank and config.engine.kind == "vllm" and config.engine.kv_on_swap == "keep":
         yield (
-            f"model.lora.rank = {lora.rank} is for the embedded engine, and engine.kind = vllm; set engine.kind = "
-            "embedded or model.lora.rank = 0"
+            f"model.lora.rank = {lora.rank} gives vLLM another adapter at each swap, which computes keys and values "
+            "anew, and engine.kv_on_swap = keep; set recompute or drain"
         )
+    if lora.rank > 512 and config.engine.kind == "vllm":
+        yield f"model.lora.rank = {lora.rank} is more than vLLM's adapters have, which is 512; lower it"
 
 
 def of_places(config: Any) -> Iterator[str]:

@@ -156,6 +156,7 @@ async def _start_vllm(runtime: Runtime, config: Config, name: str, device: str) 
         logprobs_mode(config.sampling),
         config.run.deadline_s,
         _kv_share(config, device),
+        config.model.lora.rank,
         threads=config.engine.threads,
     )
 

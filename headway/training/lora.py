@@ -25,9 +25,7 @@ from headway.model.loading import named_weights
 from headway.model.logprobs import Policy
 from headway.model.sharding import Masters
 from headway.weights.fingerprints import digest, fingerprints
-from headway.weights.lora import merged
-
-_TENSORS, _KEY = "adapter_model.safetensors", "base_model.model.{}.weight"
+from headway.weights.lora import TENSORS, in_peft, merged
 
 
 class LoraMasters(Masters):
@@ -82,16 +80,16 @@ class LoraMasters(Masters):
     # In peft's format
 
     def adapter(self) -> dict[str, Tensor]:
-        return {_KEY.format(name): factor.detach() for name, factor in self.named.items()}
+        return {in_peft(name): factor.detach() for name, factor in self.named.items()}
 
     def write_adapter(self, tensors: Mapping[str, Tensor], directory: Path) -> None:
         """Write a directory that peft loads; the metadata names the base by its digest."""
         self._peft.save_pretrained(str(directory))
-        save_file(dict(tensors), directory / _TENSORS, metadata={"format": "pt", "base": self._description})
+        save_file(dict(tensors), directory / TENSORS, metadata={"format": "pt", "base": self._description})
 
     def _read(self, directory: Path, ours: dict[str, Tensor]) -> dict[str, Tensor]:
         try:
-            with safe_open(directory / _TENSORS, framework="pt") as opened:
+            with safe_open(directory / TENSORS, framework="pt") as opened:
                 base = (opened.metadata() or {}).get("base", "")
                 theirs = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
@@ -102,7 +100,7 @@ class LoraMasters(Masters):
                 f"model.lora.adapter = {directory} was made for another base than model.path = {self._path}; "
                 "name that one, or another adapter"
             )
-        found = {name: theirs.pop(_KEY.format(name), None) for name in ours}
+        found = {name: theirs.pop(in_peft(name), None) for name in ours}
         wrong = [name for name, factor in found.items() if factor is None or factor.shape != ours[name].shape]
         if wrong or theirs:
             raise ConfigError(

@@ -5,7 +5,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from driving import plain_model, teacher_forced
+from torch import Tensor
+from transformers import PreTrainedModel
 from vllm_servers import Watched
 from vllm_wire import WireServer, until
 
@@ -13,18 +16,26 @@ from headway.config import EngineSection
 from headway.engine.vllm.engine import VllmEngine
 from headway.engine.vllm.messages import PROCESSED
 from headway.model.loading import named_weights
-from headway.types import Completion
+from headway.types import Completion, SwapReport, WeightUpdate
+from headway.weights import lora
+from headway.weights.fingerprints import digest, fingerprints
 from headway.weights.publish import Publisher
 
 BOUND = 1e-5
+RANK = 4  # of adapters
 
 
 @asynccontextmanager
 async def engine_on(
-    server: WireServer, path: str, deadline_s: float = 20.0, mode: str = PROCESSED, **settings: Any
+    server: WireServer,
+    path: str,
+    deadline_s: float = 20.0,
+    mode: str = PROCESSED,
+    lora_rank: int = 0,
+    **settings: Any,
 ) -> AsyncIterator[VllmEngine]:
     section = EngineSection(**{"kind": "vllm", "urls": server.url, "chunk_tokens": 4, **settings})
-    engine = VllmEngine(path, "float32", section, server.url, mode, deadline_s)
+    engine = VllmEngine(path, "float32", section, server.url, mode, deadline_s, lora_rank=lora_rank)
     await engine.open()
     try:
         yield engine
@@ -68,3 +79,48 @@ class Updates:
         for name in ("tokens", "logprobs", "versions"):
             told = np.concatenate([getattr(chunk, name) for chunk in one.chunks])
             assert np.array_equal(told, getattr(completion, name)[num_given:])
+
+
+def factors_of(model: PreTrainedModel, seed: int) -> dict[str, Tensor]:
+    """Random factors for every matrix of the layers, as a trainer publishes them."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, weight in model.named_parameters():
+        if "_proj" in name:
+            stem = name.removesuffix(".weight")
+            found[stem + lora.A] = 0.3 * torch.randn(RANK, weight.shape[1], generator=generator)
+            found[stem + lora.B] = 0.3 * torch.randn(len(weight), RANK, generator=generator)
+    return found
+
+
+class Adapters:
+    """Publishes another adapter under the next version, and knows every version's merged model; version 0 is none."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.models = [plain_model(path)]
+        self._base = digest(fingerprints(named_weights(self.models[0])))
+        self._publisher = Publisher()
+
+    def publish(self, version: int | None = None, base: str = "") -> WeightUpdate:
+        version, merged = version or len(self.models), plain_model(self.path)
+        factors = factors_of(merged, version)
+        with torch.no_grad():
+            for name in lora.targets(list(factors)):
+                weight, stem = merged.get_parameter(name), name.removesuffix(".weight")
+                weight.copy_(lora.merged(weight, factors[stem + lora.A], factors[stem + lora.B]))
+        self.models[version:] = [merged]
+        return self._publisher.publish(version, factors, base or self._base)
+
+    async def update(self, engine: VllmEngine, kv: Any = "recompute") -> SwapReport:
+        update = self.publish()
+        await engine.stage_weights(update)
+        return await engine.swap(update.version, kv)
+
+    def error(self, one: Watched) -> float:
+        """The largest difference of a completion's log-probs to those of the versions its tokens are stamped with."""
+        completion = one.task.result()
+        tokens = np.concatenate([one.request.tokens, completion.tokens])
+        rows = np.stack([teacher_forced(model, tokens) for model in self.models])
+        exact = rows[completion.versions, np.arange(len(one.request.tokens), len(tokens))]
+        return float(np.abs(exact - completion.logprobs).max())

@@ -94,11 +94,13 @@ def wait_until_healthy(url: str, guardian: subprocess.Popen[bytes], log: Path) -
 
 
 @asynccontextmanager
-async def opened(model: str, url: str = "", mode: str = PROCESSED, **settings: Any) -> AsyncIterator[VllmEngine]:
+async def opened(
+    model: str, url: str = "", mode: str = PROCESSED, lora_rank: int = 0, **settings: Any
+) -> AsyncIterator[VllmEngine]:
     """An engine on the server at `url`, or with a server of its own."""
     own = {} if url else {"vllm_python": vllm_python(), "vllm_args": ARGS, "kv_tokens": 16384}
     section = EngineSection(**{"kind": "vllm", "urls": url, "max_num_seqs": 16, "chunk_tokens": 8, **own, **settings})
-    engine = VllmEngine(model, "float32", section, url, mode, DEADLINE_S)
+    engine = VllmEngine(model, "float32", section, url, mode, DEADLINE_S, lora_rank=lora_rank)
     await engine.open()
     try:
         yield engine

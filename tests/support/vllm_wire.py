@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 import torch
 from aiohttp import web
 from driving import plain_model
+from peft import PeftModel
 from safetensors.torch import load_file
 
-from headway.engine.vllm.messages import PROCESSED
+from headway.engine.vllm.messages import LOAD_ADAPTER, PROCESSED, UNLOAD_ADAPTER
 from headway.model.tokenizer import decode, load_tokenizer
 
 Message = dict[str, Any]
@@ -40,6 +41,7 @@ class Job:
     spans: list[Message] = field(default_factory=list)
     num_sent: int = 0
     finish: str = ""
+    model: str = "policy"
     stop_reason: Any = None
     events: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
 
@@ -66,8 +68,10 @@ class WireServer:
         dev_mode: bool = True,
         mode: str = PROCESSED,
         context: int = 512,
+        adapter_rank: int = 0,
     ) -> None:
-        self.model = plain_model(path)
+        self.path, self.model = path, plain_model(path)
+        self.adapter_rank, self.adapters = adapter_rank, dict[str, Any]()
         self.tokenizer = load_tokenizer(path)
         self.scale_out, self.dev_mode, self.mode, self.context = scale_out, dev_mode, mode, context
         self.version = "default"
@@ -111,6 +115,8 @@ class WireServer:
                     web.post("/update_weight_version", self._update_version),
                     web.post("/reset_prefix_cache", self._reset),
                     web.post("/abort_requests", self._abort),
+                    web.post(LOAD_ADAPTER, self._load_adapter),
+                    web.post(UNLOAD_ADAPTER, self._unload_adapter),
                 ]
             )
         # A client that goes away takes its request with it, as at uvicorn.
@@ -154,7 +160,7 @@ class WireServer:
         if not job.tokens:
             self._read_prompt(job)
         temperature = job.params["temperature"]
-        logits = self._logits(job.prompt + job.tokens)[-1] / (temperature or 1.0)
+        logits = self._logits(job.model, job.prompt + job.tokens)[-1] / (temperature or 1.0)
         logprobs = logits.log_softmax(-1)
         draw = torch.Generator().manual_seed((job.params["seed"] + len(job.tokens)) % 2**63)
         token = int(torch.multinomial(logprobs.exp(), 1, generator=draw) if temperature else logprobs.argmax())
@@ -173,9 +179,11 @@ class WireServer:
             self.num_cached += len(job.prompt)
         self.num_stale_prompts += self.cache.setdefault(key, self.version) != self.version
 
-    def _logits(self, tokens: list[int]) -> torch.Tensor:
+    def _logits(self, name: str, tokens: list[int]) -> torch.Tensor:
         with torch.inference_mode():
-            found: torch.Tensor = self.model(torch.tensor([tokens])).logits[0].float()
+            found: torch.Tensor = (
+                (self.model if name == "policy" else self.adapters[name])(torch.tensor([tokens])).logits[0].float()
+            )
         return found
 
     def _look_for_stop(self, job: Job, token: int) -> None:
@@ -203,7 +211,7 @@ class WireServer:
         body = await request.json()
         params = body["sampling_params"]
         if "prompt_logprobs" in params:
-            return await self._score(body["token_ids"])
+            return await self._score(body["model"], body["token_ids"])
         name = f"generate-tokens-{body['request_id']}"
         job = Job(name, body["token_ids"], params, body["cache_salt"], params.get("stream_interval", 1))
         return await self._stream(request, body, job, self._generate_event)
@@ -211,7 +219,7 @@ class WireServer:
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         if "prompt_logprobs" in body:
-            return await self._score(body["prompt"])
+            return await self._score(body["model"], body["prompt"])
         job = Job("cmpl", body["prompt"], body, body["cache_salt"], 1)
         return await self._stream(request, body, job, self._completions_event)
 
@@ -219,6 +227,7 @@ class WireServer:
         if len(job.prompt) >= self.context:
             return await answer(refusal(f"The decoder prompt (length {len(job.prompt)}) is too long"), 400)
         self.bodies.append(body)
+        job.model = body["model"]
         self.jobs.append(job)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         try:
@@ -265,9 +274,9 @@ class WireServer:
         }
         return {"id": "cmpl", "object": "text_completion", "model": "policy", "choices": [choice]}
 
-    async def _score(self, tokens: list[int]) -> web.Response:
+    async def _score(self, model: str, tokens: list[int]) -> web.Response:
         # vLLM does not always refuse a token outside the vocabulary: 0.26 takes one that is just outside, and dies.
-        logprobs = self._logits(tokens).log_softmax(-1)
+        logprobs = self._logits(model, tokens).log_softmax(-1)
         values = [float(logprobs[place, token]) for place, token in enumerate(tokens[1:])]
         found = [{str(token): {"logprob": value}} for token, value in zip(tokens[1:], values, strict=True)]
         return await answer({"choices": [{"prompt_logprobs": [None, *found]}], "prompt_logprobs": None})
@@ -286,6 +295,7 @@ class WireServer:
     async def _openapi(self, request: web.Request) -> web.Response:
         """An endpoint that is switched off is not listed, and answers 403."""
         switched = {"/inference/v1/generate": self.scale_out, "/update_weight_version": self.dev_mode}
+        switched[LOAD_ADAPTER] = self.adapter_rank > 0
         return await answer({"paths": {"/v1/completions": {}} | {path: {} for path, on in switched.items() if on}})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
@@ -298,6 +308,7 @@ class WireServer:
         settings = {
             "model_config": {"logprobs_mode": self.mode},
             "cache_config": {"num_gpu_blocks": 64, "block_size": 32, "enable_prefix_caching": True},
+            "lora_config": {"max_lora_rank": self.adapter_rank, "target_modules": ["q_proj"]},
         }
         return await answer({"vllm_config": settings})
 
@@ -314,6 +325,22 @@ class WireServer:
     async def _resume(self, request: web.Request) -> web.Response:
         self.paused = False
         return await answer({"status": "resumed"})
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        """An answer that is no JSON, as vLLM gives it; what the files hold is read by peft."""
+        body = await request.json()
+        if body["lora_name"] in self.adapters:
+            return await answer(refusal("has already been loaded", 400), 400)
+        if not Path(body["lora_path"]).is_dir():
+            return await answer(refusal("No adapter found", 404), 404)
+        adapted = PeftModel.from_pretrained(plain_model(self.path), body["lora_path"])
+        merged = adapted.merge_and_unload() if not self.stale_loads else plain_model(self.path)
+        self.adapters[body["lora_name"]] = merged
+        return web.Response(body=b"Success: LoRA adapter added successfully.")
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        del self.adapters[(await request.json())["lora_name"]]
+        return web.Response(body=b"Success: LoRA adapter removed successfully.")
 
     async def _rpc(self, request: web.Request) -> web.Response:
         body = await request.json()

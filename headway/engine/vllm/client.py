@@ -31,6 +31,7 @@ class Facts:
     logprobs_mode: str
     kv_tokens: int
     has_spans: bool
+    adapter_rank: int  # of the largest adapter of layers that can be loaded; 0 where none can
 
     @property
     def endpoint(self) -> str:
@@ -62,14 +63,19 @@ class Client:
 
     async def post(self, path: str, body: Message | None = None, params: dict[str, str] | None = None) -> Any:
         """POST, and return the answer's JSON. 4xx raises RequestRefused, 5xx ServerFailed."""
+        text = await self.post_text(path, body, params)
+        with translated(ValueError, ServerFailed, f"the answer of {path} is not JSON"):
+            return json.loads(text)
+
+    async def post_text(self, path: str, body: Message | None = None, params: dict[str, str] | None = None) -> str:
         async with self._request("POST", path, self._deadline_s, params=params, json=body) as response:
-            return await self._json(path, response)
+            return await self._text(path, response)
 
     async def stream(self, path: str, body: Message) -> AsyncGenerator[StreamPart, None]:
         """Yield the parts of a generation as they arrive; the last has a `finish`."""
         async with self._request("POST", path, self._deadline_s, is_stream=True, json=body) as response:
             if response.status != 200:
-                await self._json(path, response)
+                await self._text(path, response)
             finished = False
             async for message in _events(response.content):
                 part = messages.stream_part(message)
@@ -79,14 +85,13 @@ class Client:
             if not finished:
                 raise ServerFailed("it ended a stream in the middle")
 
-    async def _json(self, path: str, response: aiohttp.ClientResponse) -> Any:
+    async def _text(self, path: str, response: aiohttp.ClientResponse) -> str:
         text = await response.text()
         if 400 <= response.status < 500:
             raise RequestRefused(f"{self.name} refused {path}: {messages.text_error(text)}")
         if response.status != 200:
             raise ServerFailed(f"{path} answered {response.status}: {messages.text_error(text)}")
-        with translated(ValueError, ServerFailed, f"the answer of {path} is not JSON"):
-            return json.loads(text)
+        return text
 
     @asynccontextmanager
     async def _request(
@@ -114,6 +119,9 @@ class Client:
             )
         settings = (await self._get_json("/server_info", {"config_format": "json"}))["vllm_config"]
         model, cache = settings["model_config"], settings["cache_config"]
+        # Read from its list of endpoints: calling one would not tell, because one that is disabled refuses every call.
+        endpoints: Message = (await self._get_json("/openapi.json"))["paths"]
+        adapters = (settings.get("lora_config") or {}) if messages.LOAD_ADAPTER in endpoints else {}
         served = (await self._get_json("/v1/models"))["data"][0]
         return Facts(
             version=version,
@@ -121,7 +129,9 @@ class Client:
             context=int(served["max_model_len"]),
             logprobs_mode=model.get("logprobs_mode", messages.RAW),
             kv_tokens=(cache.get("num_gpu_blocks") or 0) * (cache.get("block_size") or 0),
-            has_spans=await self._has_spans(),
+            # Weight versions per token, and a version for new weights.
+            has_spans={messages.GENERATE, "/update_weight_version"} <= endpoints.keys(),
+            adapter_rank=int(adapters.get("max_lora_rank", 0)) if adapters.get("target_modules") else 0,
         )
 
     async def _version(self) -> str:
@@ -137,12 +147,6 @@ class Client:
         if status != 200 or not isinstance(version, str):
             raise ConfigError(what)
         return version
-
-    async def _has_spans(self) -> bool:
-        """Whether the server reports weight versions per token, and accepts a version for new weights."""
-        # Read from its list of endpoints: calling one would not tell, because one that is disabled refuses every call.
-        listed: Message = (await self._get_json("/openapi.json"))["paths"]
-        return {messages.GENERATE, "/update_weight_version"} <= listed.keys()
 
     async def _get_json(self, path: str, params: dict[str, str] | None = None) -> Any:
         status, text = await self.get(path, params)

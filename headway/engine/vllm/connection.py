@@ -5,8 +5,10 @@ Invariant that lives here:
 """
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from headway.engine.vllm import messages
 from headway.engine.vllm.client import Client, Facts, until_healthy
 from headway.engine.vllm.messages import Message, ServerFailed
 from headway.engine.vllm.model_copy import ModelCopyFiles, ServedModel
-from headway.engine.vllm.process import SCALE_OUT, Server, arguments, check_interpreter
+from headway.engine.vllm.process import SCALE_OUT, Server, arguments, check_interpreter, lora_arguments
 from headway.errors import CAUSE, ConfigError, DeadlineExceeded, HeadwayError, RequestRefused, WorkerDied, translated
 from headway.types import Floats, Ints
 from headway.weights import probe
@@ -32,10 +34,19 @@ class ServerConnection:
     context: int
 
     def __init__(
-        self, model_path: str, dtype: str, section: EngineSection, url: str, logprobs_mode: str, deadline_s: float
+        self,
+        model_path: str,
+        dtype: str,
+        section: EngineSection,
+        url: str,
+        logprobs_mode: str,
+        deadline_s: float,
+        lora_rank: int = 0,
     ):
         self._path, self._dtype, self._section, self._url = model_path, dtype, section, url
-        self._mode, self._deadline_s = logprobs_mode, deadline_s
+        self._mode, self._deadline_s, self._lora_rank = logprobs_mode, deadline_s, lora_rank
+        self._adapter, self._staged, self._num_adapters = "", "", 0
+        self._name = f"headway-{secrets.token_hex(4)}"
         self.files = ModelCopyFiles(section.weights_dir)
         self.failure: HeadwayError | None = None
         self._server: Server | None = None
@@ -59,7 +70,7 @@ class ServerConnection:
         if self._url:
             self.client = Client(self._url, self._deadline_s)
             return
-        words = arguments(section, version, self.served, self._dtype, self._mode, kv_share)
+        words = arguments(section, version, self.served, self._dtype, self._mode, kv_share, self._lora_rank)
         self._server = await Server.start(section.vllm_python, self.files.served, words, section.device)
         self.client = Client(self._server.socket, self._deadline_s)
         await self._until_ready(self._server)
@@ -86,6 +97,16 @@ class ServerConnection:
             await self._server.close()
         self.files.close()
 
+    @property
+    def has_spans(self) -> bool:
+        """Whether only the server knows which weights sampled a token; with adapters, each submission names its own."""
+        return self.facts.has_spans and not self._lora_rank
+
+    @property
+    def model(self) -> str:
+        """What requests ask for: the live adapter, or the served model."""
+        return self._adapter or self.facts.model
+
     # Checks
 
     async def _check(self) -> None:
@@ -109,6 +130,11 @@ class ServerConnection:
             raise ConfigError(f"{name} gives {facts.logprobs_mode}; start it with --logprobs-mode {self._mode}")
         if not facts.has_spans:
             self._check_swap(name)
+        if facts.adapter_rank < self._lora_rank:
+            raise ConfigError(
+                f"{name} loads no adapters of rank {self._lora_rank} for the layers alone; start it with "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment and " + " ".join(lora_arguments(self._lora_rank))
+            )
 
     def _check_swap(self, what: str) -> None:
         """A server without version spans cannot keep KV across a swap: refuse that setting."""
@@ -126,7 +152,7 @@ class ServerConnection:
             f"{self.client.name} cannot load {self._path} from {self.files.served} ({CAUSE}); start it on a copy "
             "of that model (docs/vllm.md), and set engine.weights_dir to a directory that both can see",
         ):
-            await self.load(str(self.files.served))
+            await self._reload(self.files.served)
         await self.ask("/reset_prefix_cache", params={"reset_running_requests": "true"})
 
     async def _check_model(self) -> None:
@@ -189,8 +215,35 @@ class ServerConnection:
         async with self.explained():
             return await self.client.post(path, body, params)
 
-    async def load(self, weights: str) -> None:
-        await self.client.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": weights}})
+    async def load(self, version: int) -> None:
+        """Make a staged version the one that is served from now on."""
+        if self._staged:
+            await self._swap_adapter()
+        else:
+            await self._reload(self.files.path_of(version))
+
+    async def _reload(self, weights: Path) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
+        await self.client.post("/collective_rpc", body)
+
+    async def stage_adapter(self, directory: str) -> None:
+        """Load an adapter next to the live one, under a name that no other has, of this run or another."""
+        # Loaded in place of the live one, vLLM 0.32 would read its files again at every step, and for requests in
+        # flight those of the version before.
+        self._num_adapters += 1
+        name = f"{self._name}-{self._num_adapters}"
+        await self.client.post_text(messages.LOAD_ADAPTER, {"lora_name": name, "lora_path": directory})
+        unused, self._staged = self._staged, name
+        await self._unload(unused)
+
+    async def _swap_adapter(self) -> None:
+        """From now on submissions name the staged adapter; none is left that names the one before."""
+        before, self._adapter, self._staged = self._adapter, self._staged, ""
+        await self._unload(before)
+
+    async def _unload(self, name: str) -> None:
+        if name:
+            await self.client.post_text(messages.UNLOAD_ADAPTER, {"lora_name": name})
 
     async def score(self, tokens: Ints) -> Floats:
         if len(tokens) < 2:
@@ -199,5 +252,5 @@ class ServerConnection:
             longest = self.facts.context - 1
             raise RequestRefused(f"a sequence to score has {len(tokens)} tokens, and vLLM scores up to {longest}")
         endpoint = self.facts.endpoint
-        answer = await self.client.post(endpoint, messages.score_body(tokens, self.facts.model, endpoint))
+        answer = await self.client.post(endpoint, messages.score_body(tokens, self.model, endpoint))
         return messages.scores_of(answer, tokens)

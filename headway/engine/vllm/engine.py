@@ -15,8 +15,8 @@ Invariants that live here:
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from headway.config import EngineSection
@@ -59,11 +59,15 @@ class VllmEngine:
         logprobs_mode: str,
         deadline_s: float,
         kv_share: float = 0.8,
+        lora_rank: int = 0,
     ):
-        """`url` is a running server, or empty; `kv_share` is the share of a GPU that a server of our own takes."""
+        """`url` is a running server, or empty; `kv_share` is the share of a GPU that a server of our own takes.
+
+        With a `lora_rank`, what is published are adapters of that rank.
+        """
         self._path, self._section = model_path, section
         self._deadline_s, self._kv_share = deadline_s, kv_share
-        self._connection = ServerConnection(model_path, dtype, section, url, logprobs_mode, deadline_s)
+        self._connection = ServerConnection(model_path, dtype, section, url, logprobs_mode, deadline_s, lora_rank)
         self.version = 0
         self._salt = secrets.token_hex(8)
         self._slots = PrioritySemaphore(section.max_num_seqs)
@@ -137,7 +141,7 @@ class VllmEngine:
 
     async def _submit(self, sequence: ServedSequence) -> None:
         """One submission, to its end or until it is interrupted."""
-        submission = sequence.submit(self.version, f"{self._salt}-{self.version}")
+        submission = sequence.submit(self.version, f"{self._salt}-{self.version}", self._connection.model)
         self._count_busy(1)
         sequence.reading = asyncio.create_task(self._read(sequence, submission))
         try:
@@ -158,18 +162,18 @@ class VllmEngine:
         self._num_busy += change
 
     async def _read(self, sequence: ServedSequence, submission: messages.Submission) -> None:
-        facts, is_aborted = self._connection.facts, False
-        if facts.has_spans:
+        endpoint, is_aborted = self._connection.facts.endpoint, False
+        if endpoint == messages.GENERATE:
             body = messages.generate_body(submission, self._section.tokens_per_chunk)
         else:
-            body = messages.completions_body(submission, facts.model)
-        async with aclosing(self._connection.client.stream(facts.endpoint, body)) as parts:
+            body = messages.completions_body(submission)
+        async with aclosing(self._connection.client.stream(endpoint, body)) as parts:
             async for part in parts:
                 num_new = sequence.take(part)
                 if sequence.request.key.stream == "train":
                     self._num_generated += num_new
                 if part.finish or (sequence.stop is not None and sequence.stamps):
-                    sequence.end_submission(part.finish, part.spans)
+                    sequence.end_submission(part.finish, part.spans if self._connection.has_spans else None)
                     return
                 if sequence.stop is not None and not is_aborted:
                     await self._abort_submission(sequence)
@@ -207,7 +211,22 @@ class VllmEngine:
     async def stage_weights(self, update: WeightUpdate) -> None:
         check_follows(update, self.version)
         # On a thread: generation goes on while the bytes are written.
-        await asyncio.to_thread(self._connection.files.stage, update)
+        files = self._connection.files
+        await asyncio.to_thread(files.stage, update)
+        if update.kind == "adapter":
+            with self._loading(update.version):
+                await self._connection.stage_adapter(str(files.path_of(update.version)))
+
+    @contextmanager
+    def _loading(self, version: int) -> Iterator[None]:
+        """A server that cannot load a version is of no more use."""
+        try:
+            yield
+        except (ServerFailed, RequestRefused) as error:
+            problem = WeightMismatch(f"{self._connection.client.name} could not load version {version}: {error}")
+            self._connection.failure = problem
+            self._fail_all(problem)
+            raise problem from error
 
     async def swap(self, version: int, kv: KvPolicy) -> SwapReport:
         check_staged(version, self._connection.files.staged_version)
@@ -226,14 +245,9 @@ class VllmEngine:
         """Pause the server, load the weights, resume. No submission begins meanwhile."""
         in_flight, started = self._in_flight, time.perf_counter()
         await self._halt(in_flight)
-        try:
-            await self._connection.load(str(self._connection.files.path_of(version)))
-        except ServerFailed as error:
-            problem = WeightMismatch(f"{self._connection.client.name} could not load version {version}: {error}")
-            self._connection.failure = problem
-            self._fail_all(problem)
-            raise problem from error
-        if self._connection.facts.has_spans:
+        with self._loading(version):
+            await self._connection.load(version)
+        if self._connection.has_spans:
             await self._connection.ask("/update_weight_version", {"new_version": str(version)})
         if kv == "keep":
             num_recomputed = self._begin_anew(in_flight)
@@ -250,7 +264,7 @@ class VllmEngine:
 
     async def _halt(self, in_flight: list[ServedSequence]) -> None:
         """Pause the server: with version spans its requests stay, otherwise they are aborted and submitted again."""
-        if self._connection.facts.has_spans:
+        if self._connection.has_spans:
             for sequence in in_flight:
                 sequence.forget_version()
             # Asked to keep requests, vLLM 0.32 forgets their keys and values unless `clear_cache` is false.

@@ -22,6 +22,7 @@ from headway.types import Floats, Ints, Request, Sampling, Truncatable, truncate
 Message = dict[str, Any]
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
 _NAME_PREFIX = "generate-tokens-"  # what the server puts before the name we give a request
 
@@ -54,6 +55,7 @@ class Submission:
     """One request for the rest of a completion: the prompt with the tokens sampled so far, and the sampling."""
 
     name: str
+    model: str  # the served model, or the adapter of a version
     tokens: list[int]
     sampling: Sampling
     max_tokens: int
@@ -103,6 +105,7 @@ def generate_body(submission: Submission, chunk_tokens: int) -> Message:
     params |= {"detokenize": bool(submission.sampling.stop_strings), "stream_interval": chunk_tokens}
     return {
         "request_id": submission.name,
+        "model": submission.model,
         "token_ids": submission.tokens,
         "sampling_params": params,
         "cache_salt": submission.salt,
@@ -110,9 +113,9 @@ def generate_body(submission: Submission, chunk_tokens: int) -> Message:
     }
 
 
-def completions_body(submission: Submission, model: str) -> Message:
+def completions_body(submission: Submission) -> Message:
     return {
-        "model": model,
+        "model": submission.model,
         "prompt": submission.tokens,
         "cache_salt": submission.salt,
         "return_token_ids": True,
@@ -157,7 +160,7 @@ def score_body(tokens: Ints, model: str, endpoint: str) -> Message:
     params = {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}
     if endpoint == COMPLETIONS:
         return {"model": model, "prompt": tokens.tolist(), **params}
-    return {"token_ids": tokens.tolist(), "sampling_params": {**params, "detokenize": False}}
+    return {"model": model, "token_ids": tokens.tolist(), "sampling_params": {**params, "detokenize": False}}
 
 
 def scores_of(answer: Message, tokens: Ints) -> Floats:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headway.errors import CAUSE, ConfigError, InvariantBroken, translated
+from headway.errors import CAUSE, ConfigError, WeightMismatch, translated
 from headway.types import Floats, Ints, WeightUpdate
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class ServedModel:
     kv_bytes: int  # of one token
     probe: Ints
     reference: Floats
+    digest: str  # of its weights, as an adapter names its base
 
 
 def write_model(path: str, dtype: str, directory: Path) -> ServedModel:
@@ -46,10 +47,12 @@ def write_model(path: str, dtype: str, directory: Path) -> ServedModel:
     from headway.model.device import DTYPES
     from headway.model.loading import load_model, model_shape, named_weights
     from headway.model.tokenizer import load_tokenizer
+    from headway.weights.fingerprints import digest, fingerprints
 
     model = load_model(path, DTYPES[dtype]).eval().requires_grad_(False)
     has_head = model.config.model_type not in _HEADLESS
     weights = named_weights(model)
+    base = digest(fingerprints(weights))
     if not has_head:
         del weights[_HEAD]
     _write(directory, weights)
@@ -60,7 +63,7 @@ def write_model(path: str, dtype: str, directory: Path) -> ServedModel:
     model.config.save_pretrained(directory)
     load_tokenizer(path).save_pretrained(directory)
     kv_bytes = shape.kv_elements * DTYPES[dtype].itemsize
-    return ServedModel(has_head, shape.vocab_size, context, kv_bytes, probe, reference)
+    return ServedModel(has_head, shape.vocab_size, context, kv_bytes, probe, reference, base)
 
 
 def score(model: "PreTrainedModel", tokens: Ints) -> Floats:
@@ -101,27 +104,31 @@ class ModelCopyFiles:
             self.root.chmod(0o755)
         self.served = self.root / "served"
         self.staged_version: int | None = None
-        self._has_head = True
+        self._has_head, self._base = True, ""
         self._loaded: Path | None = None
 
     def write_model(self, path: str, dtype: str) -> ServedModel:
         model = write_model(path, dtype, self.served)
-        self._has_head = model.has_head
+        self._has_head, self._base = model.has_head, model.digest
         return model
 
     def stage(self, update: WeightUpdate) -> None:
-        """Write an update next to the loaded one, after checking its fingerprints."""
+        """Write an update next to the loaded one, after checking its fingerprints; an adapter in peft's format."""
+        from headway.weights import lora
         from headway.weights.receive import open_whole
 
-        if update.kind != "full":
-            raise InvariantBroken(
-                f"version {update.version} is an update of kind {update.kind}; vLLM engines take full"
-            )
-        self.staged_version = None
-        tensors = open_whole(update)
-        if not self._has_head:
-            del tensors[_HEAD]
-        _write(self.path_of(update.version), {name: tensor.cpu() for name, tensor in tensors.items()})
+        self.staged_version, path = None, self.path_of(update.version)
+        shutil.rmtree(path, ignore_errors=True)  # a restarted trainer publishes a version again
+        tensors = {name: tensor.cpu() for name, tensor in open_whole(update).items()}
+        if update.kind == "full":
+            if not self._has_head:
+                del tensors[_HEAD]
+            _write(path, tensors)
+        elif update.base != self._base:
+            found = f"made for the base {update.base}, and the base here is {self._base}"
+            raise WeightMismatch(f"version {update.version}: its adapter was {found}; load that one first")
+        else:
+            lora.write(path, tensors)
         self.staged_version = update.version
 
     def path_of(self, version: int) -> Path:

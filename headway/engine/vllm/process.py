@@ -29,6 +29,7 @@ _ASK_S = 60.0
 _CLOSE_S = 9.0
 _SHORT = 80  # characters of a directory whose sockets' names still fit into 107
 _NUM_LINES = 400
+_ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 SCALE_OUT = (0, 32)
 """The version from which `--enable-scale-out` is known: tokens in and out, with the versions of the weights."""
 _CAUSE = re.compile(r"(?:^|[\s'\"])((?:\w+\.)*\w*(?:Error|Exception)|error): (?P<said>\S.*)")
@@ -49,8 +50,23 @@ def check_interpreter(python: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", done.stdout)[:3])
 
 
+def lora_arguments(rank: int) -> list[str]:
+    """Arguments for adapters of this rank: the least that vLLM can be started with, for the live and a staged one."""
+    largest = next(largest for largest in _ADAPTER_RANKS if largest >= rank)
+    # Left to itself, vLLM 0.32 wraps the head too, and on a CPU ends when it scores a prompt in a batch of several.
+    matrices = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    sizes = ("--max-loras", "2", "--max-lora-rank", str(largest))
+    return ["--enable-lora", *sizes, "--lora-target-modules", *matrices]
+
+
 def arguments(
-    section: EngineSection, version: tuple[int, ...], served: ServedModel, dtype: str, mode: str, kv_share: float
+    section: EngineSection,
+    version: tuple[int, ...],
+    served: ServedModel,
+    dtype: str,
+    mode: str,
+    kv_share: float,
+    lora_rank: int = 0,
 ) -> list[str]:
     """Arguments of `vllm serve` after the model and its address; the user's own come last, so they win."""
     context = section.max_context or served.context
@@ -70,7 +86,8 @@ def arguments(
     if version < SCALE_OUT:
         # For the whole server, since a request of this version cannot set it: one event per token would be its limit.
         listed["--stream-interval"] = str(section.tokens_per_chunk)
-    flags = ["--disable-uvicorn-access-log", *["--enable-scale-out"] * (version >= SCALE_OUT)]
+    flags = [*lora_arguments(lora_rank)] if lora_rank else []
+    flags += ["--disable-uvicorn-access-log", *["--enable-scale-out"] * (version >= SCALE_OUT)]
     if section.device == "cpu":
         # vLLM 0.32: a request with a seed whose prompt is computed in parts ends the server ("CPU Generator does not
         # use offset").
@@ -88,6 +105,7 @@ def environment(device: str, scratch: str) -> dict[str, str]:
     values = _clean_environment()
     values |= {
         "VLLM_SERVER_DEV_MODE": "1",  # without it there are no endpoints for weights
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # nor for adapters
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         # Only its sockets, not TMPDIR: compiled kernels must outlive the server, or every start is slow.

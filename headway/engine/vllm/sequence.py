@@ -48,13 +48,14 @@ class ServedSequence(PartialCompletion):
 
     # Submissions
 
-    def submit(self, version: int, salt: str) -> Submission:
+    def submit(self, version: int, salt: str, model: str) -> Submission:
         """The next submission, for the missing tokens, made while the weights of `version` are live."""
         self._start, self._version = self.num_tokens, version
         self._num_submissions += 1
         self._is_interrupted = False
         self.submission = Submission(
             name=f"{self.name}/{self._num_submissions}/{salt}",
+            model=model,
             tokens=self.tokens[: self.num_tokens].tolist(),
             sampling=self.request.sampling,
             max_tokens=self.limit - self.num_tokens,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from driving import complete, group_of, make_request, prompt
 from system import check_finished, events_of, make_config
-from vllm_driving import BOUND, Updates, pair, steps
+from vllm_driving import BOUND, RANK, Adapters, Updates, engine_on, pair, steps
 from vllm_servers import Watched
 from vllm_wire import WireServer, run, until
 
@@ -30,6 +30,7 @@ from headway.types import Chunk, Sampling, StopReason
 from headway.weights.publish import Publisher
 
 both = pytest.mark.parametrize("spans", [True, False], ids=["spans", "no spans"])
+adapted = pytest.mark.parametrize("lora_rank", [0, RANK], ids=["all weights", "adapters"])
 
 
 # Swaps
@@ -80,6 +81,49 @@ def test_invariant_3_every_token_is_stamped_with_the_weights_that_sampled_it(
                     assert completion.versions.tolist() == [0] * num_old + [1] * 6 + [2] * (19 - num_old)
             assert server.num_stale_prompts == 0 and (server.version != "default") == spans
             assert (await engine.stats()).num_generated == 100 + (24 if kv == "drain" else 0)
+
+    run(scenario())
+
+
+@both
+def test_invariant_3_a_submission_names_the_adapter_of_its_version(tiny_model: str, spans: bool) -> None:
+    """What is in flight at a swap is submitted again; a staged adapter that another replaces is not left there."""
+
+    async def scenario() -> None:
+        wire = WireServer(tiny_model, scale_out=spans, adapter_rank=8)
+        async with wire.listening() as server, engine_on(server, tiny_model, lora_rank=RANK) as engine:
+            adapters = Adapters(tiny_model)
+            server.budget = 0
+            first = [Watched(engine, request) for request in group_of(2, prompt(9), 0, max_tokens=25)]
+            await until(lambda: len(server.jobs) == 2)
+            await steps(server, 7)
+            for version in (1, 2):
+                await engine.stage_weights(adapters.publish())
+                await engine.stage_weights(adapters.publish(version))
+                report = await engine.swap(version, "recompute")
+                assert (report.num_interrupted, report.fingerprints) == (2, {})
+                await until(lambda: len(server.jobs) == 2)
+                (live,) = server.adapters
+                assert [body["model"] for body in server.bodies[-2:]] == [live, live]
+                await steps(server, 6)
+            server.budget = None
+            for one in first:
+                await one.task
+                assert one.task.result().versions.tolist() == [0] * 7 + [1] * 6 + [2] * 12
+                assert adapters.error(one) < BOUND
+
+    run(scenario())
+
+
+def test_an_adapter_that_the_server_cannot_load_ends_the_engine(tiny_model: str) -> None:
+    async def scenario() -> None:
+        wire = WireServer(tiny_model, adapter_rank=8)
+        async with wire.listening() as server, engine_on(server, tiny_model, lora_rank=RANK) as engine:
+            server.broken[messages.LOAD_ADAPTER] = 500
+            with pytest.raises(WeightMismatch, match=r"could not load version 1: .*out of order"):
+                await engine.stage_weights(Adapters(tiny_model).publish())
+            with pytest.raises(WeightMismatch, match="could not load version 1"):
+                await engine.score((prompt(5),), 1.0)
 
     run(scenario())
 
@@ -267,13 +311,14 @@ def test_stats_are_the_servers_metrics_and_our_own_counts(tiny_model: str) -> No
 # Whole runs
 
 
-def train_on(server: WireServer, directory: Path, model: str) -> list[Event]:
+def train_on(server: WireServer, directory: Path, model: str, lora_rank: int = 0) -> list[Event]:
     """`headway train`, with everything in one process and one event loop, the server too."""
 
     async def scenario() -> list[Event]:
         async with server.listening():
             engine = {"kind": "vllm", "urls": server.url, "max_num_seqs": 8, "kv_tokens": 0, "chunk_tokens": 4}
             sections = {"engine": engine, "run": {"steps": 2, "deterministic": False}, "sampling": {"max_tokens": 6}}
+            sections["model"] = {"lora": {"rank": lora_rank}}
             config = make_config(directory, model, **sections, task={"eval": ""})
             await launch.train(config, False, PlainView(io.StringIO()))
             events = events_of(config)
@@ -284,19 +329,26 @@ def train_on(server: WireServer, directory: Path, model: str) -> list[Event]:
 
 
 @both
-def test_a_run_trains_on_a_server_and_proves_every_load(tmp_path: Path, tiny_model: str, spans: bool) -> None:
-    server = WireServer(tiny_model, scale_out=spans, context=32)
-    swapped = [event for event in train_on(server, tmp_path, tiny_model) if event.kind == "swapped"]
+@adapted
+def test_a_run_trains_on_a_server_and_proves_every_load(
+    tmp_path: Path, tiny_model: str, spans: bool, lora_rank: int
+) -> None:
+    server = WireServer(tiny_model, scale_out=spans, context=32, adapter_rank=lora_rank)
+    swapped = [event for event in train_on(server, tmp_path, tiny_model, lora_rank) if event.kind == "swapped"]
     assert [event.version for event in swapped] == [0, 1, 2]
     assert all(event.parity_max_abs < BOUND for event in swapped)
     assert server.num_stale_prompts == 0
+    assert server.calls.count("/collective_rpc") == (1 if lora_rank else 4), "of a run's weights adapters alone travel"
 
 
-def test_invariant_11_a_server_that_loads_nothing_stops_the_run(tmp_path: Path, tiny_model: str) -> None:
-    server = WireServer(tiny_model, context=32)
+@adapted
+def test_invariant_11_a_server_that_loads_nothing_stops_the_run(
+    tmp_path: Path, tiny_model: str, lora_rank: int
+) -> None:
+    server = WireServer(tiny_model, context=32, adapter_rank=lora_rank)
     server.stale_loads = True
     with pytest.raises(WeightMismatch, match="engine does not run version 1: "):
-        train_on(server, tmp_path, tiny_model)
+        train_on(server, tmp_path, tiny_model, lora_rank)
 
 
 # What is said on the wire
@@ -304,7 +356,7 @@ def test_invariant_11_a_server_that_loads_nothing_stops_the_run(tmp_path: Path, 
 
 def test_a_request_is_said_in_the_words_of_either_endpoint() -> None:
     sampling = Sampling(0.7, 0, 1.0, 99, (1, 5), ("end",))
-    submission = Submission("train/3/0/0/1/salt", [7, 8], sampling, 12, 345, "salt")
+    submission = Submission("train/3/0/0/1/salt", "policy", [7, 8], sampling, 12, 345, "salt")
     params = {
         "temperature": 0.7,
         "top_k": 0,
@@ -321,12 +373,13 @@ def test_a_request_is_said_in_the_words_of_either_endpoint() -> None:
     }
     assert messages.generate_body(submission, 16) == {
         "request_id": "train/3/0/0/1/salt",
+        "model": "policy",
         "token_ids": [7, 8],
         "sampling_params": params | {"detokenize": True, "stream_interval": 16},
         "cache_salt": "salt",
         "stream": True,
     }
-    assert messages.completions_body(submission, "policy") == params | {
+    assert messages.completions_body(submission) == params | {
         "model": "policy",
         "prompt": [7, 8],
         "cache_salt": "salt",

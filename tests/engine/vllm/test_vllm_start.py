@@ -23,7 +23,7 @@ from headway.errors import ConfigError, DeadlineExceeded
 
 
 def served(context: int = 512) -> ServedModel:
-    return ServedModel(True, 52, context, 1024, np.zeros(2, np.int32), np.zeros(2, np.float32))
+    return ServedModel(True, 52, context, 1024, np.zeros(2, np.int32), np.zeros(2, np.float32), "")
 
 
 def test_knobs_become_arguments_of_the_server_and_the_users_own_come_last() -> None:
