@@ -161,6 +161,9 @@ class AlgorithmSection(Section):
     drop_zero_variance: bool = Field(False, description="replace groups whose rewards are all equal (DAPO)")
     success_low: float = Field(0.0, ge=0, le=1, description="replace groups with a lower share of rewards above 0")
     success_high: float = Field(1.0, ge=0, le=1, description="replace groups with a higher share of rewards above 0")
+    rest_epochs: int = Field(
+        0, ge=0, description="a curriculum: pass over a prompt so often after its group was replaced; 0: never"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -248,6 +251,10 @@ def contradictions(algorithm: AlgorithmSection, group_size: int, ranks: int) -> 
         ),
         "algorithm.success_low is not below success_high, so every group would be replaced; widen the bounds": (
             a.success_low >= a.success_high
+        ),
+        "algorithm.rest_epochs passes over prompts whose groups were replaced, and none are; set success_low, "
+        "success_high or drop_zero_variance too": (
+            a.rest_epochs and not a.drop_zero_variance and (a.success_low, a.success_high) == (0, 1)
         ),
         "algorithm.reference names a model, and kl_coef = 0 has no use for it; set kl_coef or leave reference out": (
             a.reference and not a.needs_reference

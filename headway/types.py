@@ -39,6 +39,7 @@ class DropReason(StrEnum):
     TOO_OLD = "too_old"  # a token is older than the version it was admitted at
     ZERO_VARIANCE = "zero_variance"  # its rewards are all equal, and the algorithm replaces such groups
     SUCCESS_RATE = "success_rate"  # too few or too many of its trajectories succeeded
+    RESTING = "resting"  # the last group of its prompt was replaced, and the curriculum passes the prompt over
 
 
 def _check_lengths(owner: str, **arrays: NDArray[Any]) -> None:

@@ -66,6 +66,7 @@ def test_without_a_preset_it_is_decoupled_ppo_with_group_advantages_and_no_corre
         ({"mask_token_low": 2.0, "mask_token_high": 0.5}, {}, "algorithm.mask_token_low is not below its high"),
         ({"entropy_target": 1.0}, {}, "algorithm.entropy_target steers a bonus of weight 0"),
         ({"success_low": 0.9, "success_high": 0.5}, {}, "algorithm.success_low is not below success_high"),
+        ({"rest_epochs": 2}, {}, "algorithm.rest_epochs passes over prompts whose groups were replaced, and none are"),
         ({"reference": "some/model"}, {}, "algorithm.reference names a model, and kl_coef = 0 has no use for it"),
         ({"behaviour_level": "sequence", "behaviour_cap": 0.0}, {}, "behaviour_level = sequence multiplies ratios"),
         ({"kl_coef": 0.1, "kl_place": "reward"}, {"ranks": 2}, "algorithm.kl_place = reward is for one trainer rank"),

@@ -91,6 +91,7 @@ class Progress:
     unfinished: dict[int, tuple[int, int]] = field(default_factory=dict)  # group to the row of its prompt, and its η
     num_streamed: int = 0  # prompts taken from the stream so far
     requeued: list[tuple[int, int]] = field(default_factory=list)  # groups that failed in an outage, with their rows
+    replaced: tuple[tuple[int, str], ...] = ()  # dropped groups in order: the row of the prompt, and the reason
     too_old: tuple[int, ...] = ()  # finished groups with tokens older than their admission
     untrained_batch: tuple[Group, ...] | None = None
     num_checkpoints: int = 0
@@ -130,6 +131,7 @@ class Controller:
         self._is_training = self.is_stopped = False
         self._num_skipped = 0
         self._filter = GroupFilter(config.algorithm, config.trainer.batch_groups)
+        self._filter.restore(progress.replaced)
         self._admission_wait_s = self._trainer_wait_s = 0.0
 
     async def run(self) -> None:
@@ -211,7 +213,10 @@ class Controller:
             self.log.append(
                 Admitted(group=group_id, prompt=prompt.index, eta=admission.eta, version=version, repeats=repeats)
             )
-            self._begin(admission)
+            if repeats is None and self._filter.rests(prompt.index):
+                self._drop((group_id,), DropReason.RESTING)
+            else:
+                self._begin(admission)
             # A burst of admissions must not keep finished groups from being taken.
             await asyncio.sleep(0)
 

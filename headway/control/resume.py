@@ -59,6 +59,7 @@ def progress_from(staleness: StalenessControl, section: StalenessSection, log: R
         unfinished={group: (run.groups[group].prompt, run.groups[group].eta) for group in run.unfinished},
         num_streamed=sum(group.repeats is None for group in run.groups),
         requeued=[(group, run.groups[group].prompt) for group in run.requeued],
+        replaced=tuple((group.prompt, group.dropped) for group in run.groups if group.dropped),
         untrained_batch=tuple(log.record.load(run.ref(group)) for group in untrained) if untrained else None,
         num_checkpoints=len(run.all(Checkpointed)),
         evaluated_before=any(event.label == "before" for event in run.all(Evaluated)),

@@ -8,6 +8,7 @@ from system import check_finished, check_record
 from training import make_group
 
 from headway.algorithm import AlgorithmSection, drop_reason
+from headway.control.filters import GroupFilter
 from headway.errors import RunFailed
 from headway.record.log import read
 from headway.rollout.reward_pool import Verdict
@@ -51,6 +52,29 @@ def test_invariant_1_and_2_hold_where_groups_without_spread_are_replaced(make_st
     trained = {group for event in events if event.kind == "trained" for group in event.groups}
     spreads = {group for group in trained if group in state.dropped}
     assert not spreads and len(trained) == 6 * stage.config.trainer.batch_groups
+
+
+def test_a_curriculum_passes_over_the_prompts_of_replaced_groups_and_tries_them_again(make_stage: MakeStage) -> None:
+    """A prompt at rest costs no tokens, the stream stays as it is, and the record alone tells what rests."""
+    algorithm = {"drop_zero_variance": True, "rest_epochs": 2}
+    stage = make_stage({"run": {"steps": 28}, "algorithm": algorithm}, rewards=Constant())
+    events = stage.run()
+    state = check_finished(stage.config, events)
+    fates: dict[int, list[str | None]] = {}
+    for group in state.groups:
+        fates.setdefault(group.prompt, []).append(group.dropped)
+        assert group.dropped != "resting" or (group.ref is None and group.tokens == 0)
+    for found in fates.values():
+        left = 0
+        for fate in found:
+            assert (fate == "resting") == (left > 0)
+            left = 2 if fate == "zero_variance" else max(0, left - 1)
+    assert any(found[:4] == ["zero_variance", "resting", "resting", "zero_variance"] for found in fates.values())
+    history = [(group.prompt, group.dropped) for group in state.groups if group.dropped]
+    resumed = GroupFilter(stage.config.algorithm, 3)
+    resumed.restore(history)
+    for prompt, found in fates.items():
+        assert resumed.rests(prompt) == ("zero_variance" in found[-2:])
 
 
 def test_filters_that_leave_nothing_end_the_run_with_a_sentence(make_stage: MakeStage) -> None:

@@ -23,7 +23,7 @@ PACKAGE = ROOT / "headway"
 ROOMS: list[tuple[str, int]] = [
     # The modules and rooms of one level, and the most lines of Python they may have together. A module imports only
     # from levels above its own in this list, and from its own room.
-    ("errors codec files trained_tokens types knobs section algorithm contradictions config starter", 2045),
+    ("errors codec files trained_tokens types knobs section algorithm contradictions config starter", 2055),
     ("runtime", 1920),
     ("record", 1880),
     ("model", 1050),
@@ -33,7 +33,7 @@ ROOMS: list[tuple[str, int]] = [
     ("engine", 5195),
     ("training", 3500),
     ("rollout", 2850),
-    ("control", 2980),
+    ("control", 3006),
     ("launch", 445),
     ("plan", 150),
     ("api", 250),
