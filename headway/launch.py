@@ -109,6 +109,8 @@ def prepare(config: Config, to_train: bool = True) -> Prepared:
     model_config = load_config(config.model.path)
     check_weights(config.model.path, model_config)
     tokenizer = load_tokenizer(config.model.path)
+    if to_train:
+        _check_besides(config, tokenizer.get_vocab())
     context = config.engine.max_context or model_config.max_position_embeddings
     if context > model_config.max_position_embeddings:
         limit = model_config.max_position_embeddings
@@ -199,6 +201,20 @@ def _check_sizes(config: Config, context: int, longest: int) -> None:
             f"engine.kv_tokens = {config.engine.kv_tokens} cannot hold two sequences of the context of {context} "
             f"tokens; raise kv_tokens to {least} or lower engine.max_context"
         )
+
+
+def _check_besides(config: Config, ours: dict[str, int]) -> None:
+    """The reference policy and the adapter that the trainer would load besides the model."""
+    from headway.weights.lora import TENSORS
+
+    path, reference, adapter = config.model.path, config.algorithm.reference, config.model.lora.adapter
+    if reference and (theirs := load_tokenizer(reference).get_vocab()) != ours:
+        raise ConfigError(
+            f"the reference {reference} has another vocabulary ({len(theirs)} tokens) than {path} ({len(ours)}); "
+            "name a model of the same tokenizer in algorithm.reference"
+        )
+    if adapter and not (Path(adapter) / TENSORS).is_file():
+        raise ConfigError(f"model.lora.adapter = {adapter} is no adapter in peft's format: it holds no {TENSORS}")
 
 
 def _check_vocabulary(path: str, vocab_size: int, prompts: list[Prompt]) -> None:

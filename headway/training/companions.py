@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from headway.algorithm import AlgorithmSection
 from headway.config import TrainerSection
-from headway.errors import ConfigError
 from headway.model.attention import PackedAttention
 from headway.model.loading import load_model
 from headway.model.logprobs import Policy, hidden_states
-from headway.model.tokenizer import load_tokenizer
 from headway.training.algorithms.credit import Advantages, Key, batch_advantages
 from headway.training.algorithms.losses import kl
 from headway.training.batches import MicroBatch, samples_of
@@ -29,13 +27,7 @@ Pack = Callable[[list[Sample]], list[MicroBatch]]
 class Reference:
     """A policy that stays as it was loaded. Every rank has all of it."""
 
-    def __init__(self, path: str, policy_path: str, dtype: torch.dtype, device: torch.device, chunk: int):
-        theirs, ours = (load_tokenizer(each).get_vocab() for each in (path, policy_path))
-        if theirs != ours:
-            raise ConfigError(
-                f"the reference {path} has another vocabulary ({len(theirs)} tokens) than {policy_path} ({len(ours)}); "
-                "name a model of the same tokenizer in algorithm.reference"
-            )
+    def __init__(self, path: str, dtype: torch.dtype, device: torch.device, chunk: int):
         self._policy = Policy(load_model(path, dtype), chunk).eval().requires_grad_(False).to(device)
 
     @torch.no_grad()
@@ -100,7 +92,7 @@ class Companions:
         self._reference: Reference | None = None
         self._critic: Critic | None = None
         if chosen.needs_reference:
-            self._reference = Reference(chosen.reference or path, path, dtype, device, section.logprob_chunk)
+            self._reference = Reference(chosen.reference or path, dtype, device, section.logprob_chunk)
         if chosen.needs_critic:
             self._critic = Critic(path, section, chosen.critic_lr, device)
 

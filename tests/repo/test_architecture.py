@@ -34,7 +34,7 @@ ROOMS: list[tuple[str, int]] = [
     ("training", 3500),
     ("rollout", 2850),
     ("control", 3006),
-    ("launch", 445),
+    ("launch", 451),
     ("plan", 150),
     ("api", 250),
     ("cli", 430),

@@ -38,7 +38,41 @@ def _other_tokenizer(tmp_path: Path) -> Sections:
     return {"model": {"path": f"{tmp_path}/mixed"}}
 
 
+def _other_reference(tmp_path: Path) -> Sections:
+    build_character_tokenizer("01+=").save_pretrained(tmp_path / "other")
+    return {"algorithm": {"kl_coef": 0.1, "reference": f"{tmp_path}/other"}}
+
+
 BAD: list[tuple[str, Breaking, str]] = [
+    (
+        "a reference of another vocabulary",
+        _other_reference,
+        "other has another vocabulary (7 tokens) than ",
+    ),
+    (
+        "a reference that is no model",
+        lambda tmp: {"algorithm": {"kl_coef": 0.1, "reference": f"{tmp}/none"}},
+        "none does not exist; name a transformers directory or a hub model",
+    ),
+    (
+        "an adapter that is none",
+        lambda tmp: {"model": {"lora": {"rank": 4, "adapter": f"{tmp}/none"}}},
+        "is no adapter in peft's format: it holds no adapter_model.safetensors",
+    ),
+    (
+        "adapters in vLLM with kept keys and values",
+        lambda tmp: {
+            "model": {"lora": {"rank": 4}},
+            "engine": {"kind": "vllm", "vllm_python": sys.executable, "kv_on_swap": "keep"},
+            "run": {"deterministic": False},
+        },
+        "model.lora.rank = 4 gives vLLM another adapter at each swap",
+    ),
+    (
+        "an advantage divided by a deviation without a baseline",
+        lambda tmp: {"algorithm": {"preset": "areal", "normalise": "group"}},
+        "algorithm.preset = areal with algorithm.baseline = none excludes normalise = group",
+    ),
     (
         "unknown key",
         lambda tmp: {"trainer": {"batch_group": 3}},

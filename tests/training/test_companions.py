@@ -9,13 +9,8 @@ import pytest
 import torch
 from training import make_batch, make_trainer, map_sequences, plain_model, reference_logprobs, save_state, stale_batch
 
-from headway.config import InitSection
-from headway.errors import ConfigError
-from headway.model.loading import build_model
-from headway.model.tokenizer import build_character_tokenizer
 from headway.training import checkpoint
 from headway.training.algorithms.credit import batch_advantages
-from headway.training.checkpoint import save_model
 from headway.training.companions import each_token
 from headway.types import NOT_SAMPLED, Batch, Sequence, Trajectory
 
@@ -59,15 +54,6 @@ def test_kl_in_the_reward_is_subtracted_before_normalisation(tiny_model: str) ->
         assert found.by_trajectory[key] == pytest.approx(advantages, abs=1e-4)
     plain = batch_advantages(batch, trainer.algorithm.chosen)
     assert any(abs(plain.by_trajectory[key][0] - found.by_trajectory[key][0]) > 1e-2 for key in expected)
-
-
-def test_a_reference_of_another_vocabulary_is_refused_with_a_sentence(tiny_model: str, tmp_path: Path) -> None:
-    tokenizer = build_character_tokenizer("01+=")
-    init = InitSection(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=16)
-    save_model(tmp_path / "other", build_model(init, len(tokenizer), 0, 1, 32, seed=0), tokenizer)
-    with pytest.raises(ConfigError, match="has another vocabulary") as error:
-        make_trainer(tiny_model, kl_coef=0.1, reference=str(tmp_path / "other"))
-    assert "\n" not in str(error.value)
 
 
 def test_a_critic_learns_the_returns_of_a_batch(tiny_model: str) -> None:
