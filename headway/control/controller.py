@@ -92,7 +92,6 @@ class Progress:
     num_streamed: int = 0  # prompts taken from the stream so far
     requeued: list[tuple[int, int]] = field(default_factory=list)  # groups that failed in an outage, with their rows
     replaced: tuple[tuple[int, str], ...] = ()  # dropped groups in order: the row of the prompt, and the reason
-    too_old: tuple[int, ...] = ()  # finished groups with tokens older than their admission
     untrained_batch: tuple[Group, ...] | None = None
     num_checkpoints: int = 0
     evaluated_before: bool = False
