@@ -246,17 +246,19 @@ def _float(parameters: Parameters, name: str, default: float) -> float:
 
 
 def _search(run: OpenRun, table: Table, rows: NDArray[np.int64], text: str) -> tuple[NDArray[np.int64], int]:
-    """The rows whose completion or failure contains the text, and how many rows were looked through."""
+    """The rows whose prompt, completion or failure contains the text, and how many rows were looked through."""
     needle = text.casefold()
-    texts: dict[int, dict[int, str]] = {}
+    hits: dict[int, set[int] | None] = {}  # of each group, its trajectories with the text; None: its prompt has it
     found: list[int] = []
     for searched, row in enumerate(rows.tolist()):
         number = int(table["group"][row])
-        if number not in texts:
-            if len(texts) == SEARCH_LIMIT:
+        if number not in hits:
+            if len(hits) == SEARCH_LIMIT:
                 return np.array(found, np.int64), searched
-            texts[number] = run.reader.group(number).texts
-        if needle in texts[number].get(int(table["trajectory"][row]), "").casefold():
+            group = run.reader.group(number)
+            inside = {index for index, written in group.texts.items() if needle in written.casefold()}
+            hits[number] = None if needle in group.prompt.casefold() else inside
+        if (of_group := hits[number]) is None or int(table["trajectory"][row]) in of_group:
             found.append(row)
     return np.array(found, np.int64), len(rows)
 

@@ -46,13 +46,15 @@ def test_trajectories_are_sorted_by_any_column_in_both_directions(run: RecordedR
     assert [row["group"] for row in asked(run, "trajectories", limit=1)["rows"]] == [19]
 
 
-def test_a_search_finds_the_text_of_completions_and_of_failures(run: RecordedRun) -> None:
+def test_a_search_finds_the_text_of_prompts_completions_and_failures(run: RecordedRun) -> None:
     run.train([run.finish_group(["a needle in hay", "hay"], failure="ZeroDivisionError in rows.py:3")])
     found = asked(run, "trajectories", search="NEEDLE")
     assert [(row["group"], row["trajectory"]) for row in found["rows"]] == [(20, 0)]
     assert "needle" in found["rows"][0]["preview"]
     failed = asked(run, "trajectories", search="zerodivision")
     assert [(row["trajectory"], row["state"]) for row in failed["rows"]] == [(2, "failed")]
+    asked_for = asked(run, "trajectories", search="What is 7?")["rows"]
+    assert {row["prompt"] for row in asked_for} == {7} and len(asked_for) == 2 * 4
 
 
 def test_tokens_carry_the_versions_and_log_probs_of_the_record(run: RecordedRun) -> None:

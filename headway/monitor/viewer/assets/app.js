@@ -18,6 +18,7 @@ const PAGES = {
   config: { title: "Config", show: configPage },
   group: { title: null, show: groupPage },
 };
+const OF_ONE_RUN = new Set(["timeline", "groups", "questions", "group"]);
 const LIVE_EVERY_MS = 3000;
 
 export const state = { runs: [], hidden: new Set() };
@@ -42,10 +43,19 @@ export function chosenRun() {
   return Number(route().query.get("run") ?? 0);
 }
 
-export function runPicker(onchange) {
-  if (state.runs.length < 2) return null;
+// The same page of another run: group ids and rows mean the same prompts where runs share seed and data.
+function runPicker() {
   const options = state.runs.map((run, index) => el("option", { value: index, selected: index === chosenRun() }, run.name));
-  return el("select", { "aria-label": "run", onchange: (event) => onchange(Number(event.target.value)) }, options);
+  const choose = (event) => {
+    const { page, query } = route();
+    for (const own of ["offset", "trajectory", "token"]) query.delete(own);
+    location.hash = link(page, { ...Object.fromEntries(query), run: event.target.value });
+  };
+  return el("label", {}, swatch(chosenRun()), el("select", { "aria-label": "run", onchange: choose }, options));
+}
+
+function swatch(index) {
+  return el("span", { class: "swatch", style: { background: runColor(index) } });
 }
 
 async function readRuns() {
@@ -54,18 +64,21 @@ async function readRuns() {
 }
 
 function drawHeader() {
-  const here = route().page;
+  const { page: here, query } = route();
   const links = Object.entries(PAGES).filter(([, page]) => page.title);
+  const run = query.get("run"); // every page stays with the run that was chosen on one
   document.getElementById("nav").replaceChildren(
-    ...links.map(([name, page]) => el("a", { href: link(name), class: name === here ? "here" : "" }, page.title)),
+    ...links.map(([name, page]) => el("a", { href: link(name, { run }), class: name === (here === "group" ? "groups" : here) ? "here" : "" }, page.title)),
   );
-  document.getElementById("runs").replaceChildren(
-    ...state.runs.map((run, index) => {
-      const box = el("input", { type: "checkbox", checked: !state.hidden.has(index), onchange: () => toggle(index) });
-      const swatch = el("span", { class: "swatch", style: { background: runColor(index) } });
-      return el("label", { title: run.directory }, state.runs.length > 1 ? box : null, swatch, run.name);
-    }),
-  );
+  const several = state.runs.length > 1;
+  document.getElementById("runs").replaceChildren(...(several && OF_ONE_RUN.has(here) ? [runPicker()] : state.runs.map((one, index) => {
+    const box = el("input", { type: "checkbox", checked: !state.hidden.has(index), onchange: () => toggle(index) });
+    return el("label", { title: one.directory }, several && here === "run" ? box : null, swatch(index), one.name);
+  })));
+  drawStatus();
+}
+
+function drawStatus() {
   const live = state.runs.filter((run) => run.live).length;
   const status = document.getElementById("status");
   status.className = live ? "status live" : "status";
@@ -107,7 +120,7 @@ async function follow() {
     if (document.hidden || !state.runs.some((run) => run.live)) continue;
     try {
       await readRuns();
-      drawHeader();
+      drawStatus(); // not the header: a menu of it may be open
       await refresh?.();
     } catch (error) {
       document.getElementById("status").textContent = error.message;

@@ -1,7 +1,7 @@
 // Line charts of several runs over one horizontal axis, by uPlot. Hovering reads all charts at once; dragging zooms, and
 // a double click shows everything again. A chart is updated in place, so that following a live run keeps the zoom.
 
-import { color, el, number } from "./dom.js";
+import { color, el, number, seconds, tip, TIME_STEPS } from "./dom.js";
 import { runColor } from "./app.js";
 
 const HEIGHT = 176;
@@ -61,7 +61,7 @@ function nearest(plot, place, index) {
 }
 
 export class Chart {
-  constructor(title, note, lines, { xLabel, markers, unit = "" }) {
+  constructor(title, note, lines, { isTime, markers, unit = "" }) {
     this.markers = markers;
     this.names = lines.map((line) => line.label).join("\n");
     this.box = el("figure", { class: "chart" }, el("figcaption", { title: note }, el("b", {}, title), unit && unit !== "%" ? el("i", {}, unit) : "", note));
@@ -72,11 +72,16 @@ export class Chart {
       padding: [8, 14, 0, 0],
       cursor: { drag: { x: true, y: false }, focus: { prox: 24 }, sync: { key: "runs" }, dataIdx: nearest },
       scales: { x: { time: false }, y: { range: (_, low, high) => bounds(low, high, unit) } },
-      axes: [{ ...axis, size: 26, gap: 4 }, { ...axis, size: 52, gap: 6, values: (_, ticks) => tickTexts(ticks, unit) }],
-      series: [{ label: xLabel, value: (_, value) => (value === null ? "–" : number(value, 1)) }, ...series(lines, unit)],
+      axes: [{ ...axis, size: 26, gap: 4, ...(isTime ? { incrs: TIME_STEPS, space: 70, values: (_, ticks) => ticks.map(seconds) } : {}) }, { ...axis, size: 52, gap: 6, values: (_, ticks) => tickTexts(ticks, unit) }],
+      series: [{ label: isTime ? "after" : "step", value: (_, value) => (isTime ? seconds(value) : number(value)) }, ...series(lines, unit)],
       legend: { markers: { width: 0, fill: (_, place) => series(lines, unit)[place - 1]?.stroke } },
       hooks: { draw: [(plot) => drawMarkers(plot, this.markers)] },
     }, aligned(lines), this.box);
+    this.plot.over.addEventListener("mousemove", (event) => {
+      const x = event.clientX - this.plot.over.getBoundingClientRect().left;
+      tip(event, this.markers.find((marker) => Math.abs(this.plot.valToPos(marker.x, "x") - x) < 4)?.about ?? null);
+    });
+    this.plot.over.addEventListener("mouseleave", (event) => tip(event, null));
     this.resizing = new ResizeObserver(() => this.plot.setSize({ width: Math.max(200, this.box.clientWidth - 20), height: HEIGHT }));
     this.resizing.observe(this.box);
   }

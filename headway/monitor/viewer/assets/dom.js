@@ -45,6 +45,9 @@ export function seconds(value) {
   return `${Math.floor(s / 3600)}:${String(Math.floor((s % 3600) / 60)).padStart(2, "0")} h`;
 }
 
+// Seconds between the marks of a time axis that read well as seconds, minutes, hours and days.
+export const TIME_STEPS = [1, 2, 5, 10, 15, 30].flatMap((k) => [k, 60 * k]).concat([1, 2, 3, 6, 12, 24, 48, 120, 240].map((k) => 3600 * k)).sort((a, b) => a - b);
+
 export function tip(event, rows) {
   const box = document.getElementById("tip");
   if (!rows) {

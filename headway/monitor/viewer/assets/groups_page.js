@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { el, number, shown } from "./dom.js";
-import { chosenRun, link, problem, route, runPicker } from "./app.js";
+import { chosenRun, link, problem, route } from "./app.js";
 
 const PAGE_ROWS = 50;
 const COLUMNS = [
@@ -32,8 +32,7 @@ function filters(query) {
     type: "number", step: "any", name, placeholder, "aria-label": `${name} ${placeholder}`, value: query.get(name) ?? "", onchange: change(name),
   });
   return el("div", { class: "bar filters" },
-    runPicker((run) => go({ run, offset: null })),
-    el("input", { type: "search", name: "search", placeholder: "search in completions and failures", value: query.get("search") ?? "", onchange: change("search") }),
+    el("input", { type: "search", name: "search", placeholder: "search prompts and completions", value: query.get("search") ?? "", onchange: change("search") }),
     RANGES.map(([name, title]) => el("span", { class: "range" }, title, input(`${name}_min`, "from"), "–", input(`${name}_max`, "to"))),
     el("span", { class: "range" }, "row", input("prompt", "any")),
     Object.entries(CHOICES).map(([name, values]) => el("select", { name, "aria-label": name, onchange: change(name) },

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { el, number, shown } from "./dom.js";
-import { chosenRun, link, runPicker } from "./app.js";
+import { chosenRun, link } from "./app.js";
 
 function cell(value) {
   return typeof value === "number" ? el("td", { class: "number" }, number(value)) : el("td", { class: "text clipped" }, shown(value ?? "–"));
@@ -17,7 +17,7 @@ export async function questionsPage(place, query, signal) {
     onclick: () => { location.hash = link("questions", { run, ask: one.name }); },
   }, one.title));
   const box = el("div", {}, el("p", { class: "faint" }, "reading the record …"));
-  place.replaceChildren(el("div", { class: "bar" }, runPicker((other) => { location.hash = link("questions", { run: other, ask: asked }); }), buttons), box);
+  place.replaceChildren(el("div", { class: "bar" }, buttons), box);
   const answer = await get("questions", { run, ask: asked }, signal);
   const open = ({ group, trajectory = 0, token, evaluation }) => {
     if (group !== undefined) location.hash = link("group", { run, group, trajectory, token, evaluation });

@@ -5,7 +5,7 @@ import { Chart } from "./charts.js";
 import { el, number, seconds, shown } from "./dom.js";
 import { link, state } from "./app.js";
 
-const AXES = { step: "step", wall_s: "wall time, s" };
+const AXES = { step: "step", wall_s: "wall time" };
 let axis = "step";
 
 const ACCURACY = { name: "accuracy", section: "Learning", title: "Held-out accuracy", unit: "%", description: "share of held-out problems solved" };
@@ -35,6 +35,12 @@ function cards(run) {
     el("div", { class: "card" }, el("span", { class: "faint" }, name), el("b", {}, typeof value === "number" ? number(value) : shown(value)))));
 }
 
+function inside(run) {
+  const ask = (ask, title) => el("a", { href: link("questions", { run, ask }) }, title);
+  return el("p", { class: "faint inside" }, "look inside:", ask("wrong_to_right", "prompts that went from wrong to right"), ask("swaps", "weight swaps in mid-completion"),
+    ask("then_and_now", "what it wrote first, and what now"), el("a", { href: link("groups", { run }) }, "all completions"));
+}
+
 function happenings(all) {
   const rows = all.flatMap(({ run, series }) => series.markers.map((one) => ({ run, ...one }))).sort((a, b) => b.wall_s - a.wall_s);
   if (!rows.length) return el("p", { class: "faint" }, "No worker was lost, resized or restarted, and no step was skipped.");
@@ -47,7 +53,7 @@ function happenings(all) {
 
 function heads(all, runs) {
   const warnings = all.flatMap(({ series }) => series.warnings.map((text) => el("div", { class: "problem" }, shown(text))));
-  return [...warnings, ...runs.flatMap((run) => [runs.length > 1 ? el("h2", {}, state.runs[run].name) : null, cards(run)]).filter(Boolean)];
+  return [...warnings, ...runs.flatMap((run) => [runs.length > 1 ? el("h2", {}, state.runs[run].name) : null, cards(run), inside(run)]).filter(Boolean)];
 }
 
 export async function runPage(place, _query, signal) {
@@ -57,7 +63,10 @@ export async function runPage(place, _query, signal) {
   const charts = new Map();
   let all = await read();
 
-  const markersOf = () => all.flatMap(({ series }) => series.markers.map((one) => ({ x: axis === "step" ? one.step : one.wall_s })));
+  const markersOf = () => all.flatMap(({ run, series }) => series.markers.map((one) => ({
+    x: one[axis],
+    about: [[runs.length > 1 ? state.runs[run].name : "event", one.kind], ["", shown(one.text)], ["after", `${seconds(one.wall_s)}, step ${one.step}`]],
+  })));
   const fill = () => {
     head.replaceChildren(...heads(all, runs));
     events.replaceChildren(el("h2", {}, "Events"), happenings(all));
@@ -71,7 +80,7 @@ export async function runPage(place, _query, signal) {
     charts.clear();
     const sections = new Map();
     for (const [metric, found] of metrics) {
-      const chart = new Chart(metric.title, metric.description, found, { xLabel: axis === "step" ? "step" : "seconds", markers: markersOf(), unit: metric.unit });
+      const chart = new Chart(metric.title, metric.description, found, { isTime: axis === "wall_s", markers: markersOf(), unit: metric.unit });
       charts.set(metric.name, chart);
       sections.set(metric.section, [...(sections.get(metric.section) ?? []), chart.box]);
     }

@@ -1,8 +1,8 @@
 // Which process was busy when: one row a process, zoomed with the wheel, moved by dragging, down to one decode window.
 
 import { get } from "./api.js";
-import { color, el, seconds, shown, tip } from "./dom.js";
-import { chosenRun, link, runColor, runPicker } from "./app.js";
+import { color, el, seconds, shown, tip, TIME_STEPS } from "./dom.js";
+import { chosenRun, runColor } from "./app.js";
 
 const ROW = 34;
 const LEFT = 130;
@@ -11,7 +11,7 @@ const TOP = 26;
 function ticks(from, to, width) {
   const rough = (to - from) / Math.max(2, Math.min(10, width / 110));
   const power = 10 ** Math.floor(Math.log10(rough));
-  const size = [1, 2, 5, 10].map((k) => k * power).find((k) => k >= rough) ?? power;
+  const size = (rough < 1 ? [1, 2, 5, 10].map((k) => k * power) : TIME_STEPS).find((k) => k >= rough) ?? power;
   const found = [];
   for (let at = Math.ceil(from / size) * size; at <= to; at += size) found.push(at);
   return { found, digits: Math.max(0, -Math.floor(Math.log10(size))) };
@@ -142,7 +142,6 @@ export async function timelinePage(place) {
   timeline.answer = first;
   place.replaceChildren(
     el("div", { class: "bar" },
-      runPicker((other) => { location.hash = link("timeline", { run: other }); }),
       el("button", { onclick: () => timeline.show(0, timeline.total) }, "whole run"),
       el("span", { class: "faint" }, "wheel or + − to zoom, drag or ← → to move; the stronger the colour, the busier; a red line is an event")),
     el("div", { class: "panel" }, timeline.canvas),
