@@ -7,6 +7,8 @@ with staleness.max_staleness = 0 for a few steps from the same weights, to see w
 """
 
 import asyncio
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -92,6 +94,8 @@ def main() -> None:
     summary = write_report(run, measured | {"speedup": round(ratio, 3), "wall_s_sync": round(wall_s * ratio, 2)})
     console.print(table(summary))
     console.print(f"curves and timeline: {run / 'report.png'}   figures: {run / 'summary.json'}")
+    headway = "headway" if shutil.which("headway") else os.path.relpath(Path(sys.executable).with_name("headway"))
+    console.print(f"look inside, down to every token: {headway} view {run}")
 
 
 if __name__ == "__main__":

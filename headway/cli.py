@@ -6,6 +6,7 @@ Errors written for people are printed as their one sentence; anything else is a 
 import asyncio
 import os
 import runpy
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -137,6 +138,7 @@ def _train(loaded: "Config", resume: bool, overwrite: bool) -> None:
     _print(table(summary))
     directory = Path(loaded.run.dir)
     _print(f"{launch.saved_models(directory)}; curves: {directory / 'report.png'}")
+    _print(f"look inside, down to every token: headway view {shlex.quote(str(directory))}")
 
 
 def _print_plan(config: "Config", resume: bool, overwrite: bool) -> None:

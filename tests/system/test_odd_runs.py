@@ -87,7 +87,7 @@ def test_failures_that_count_as_zero_are_a_metric_and_a_warning(tmp_path: Path, 
     assert "verifier failed" in summary.warnings
 
 
-def test_the_latest_and_the_best_model_are_written_and_the_last_line_says_where(
+def test_the_latest_and_the_best_model_are_written_and_the_last_lines_say_where(
     tmp_path: Path, tiny_model: str, command: Command
 ) -> None:
     path = write_config(tmp_path, tiny_model, evaluate={"every": 1}, checkpoint={"every": 1})
@@ -95,7 +95,7 @@ def test_the_latest_and_the_best_model_are_written_and_the_last_line_says_where(
     assert code == 0, error
     run = tmp_path / "run"
     told = f"the model is in {run}/model, the best evaluated one in {run}/model-best; curves: {run}/report.png"
-    assert out.splitlines()[-1] == told
+    assert out.splitlines()[-2:] == [told, f"look inside, down to every token: headway view {run}"]
     for name in ("model", "model-best"):
         assert (run / name / "model.safetensors").exists() and (run / name / "tokenizer.json").exists()
     made = [file for file in [run, *run.rglob("*")] if stat.S_IMODE(file.stat().st_mode) & 0o077]
