@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from headway.errors import HeadwayError
@@ -101,7 +101,7 @@ def _listed(log: Path) -> Listed:
 
 def runs_table(listed: Sequence[Listed], now: float | None = None) -> Table:
     now = time.time() if now is None else now
-    table = Table("run", "status", "step", "held-out", "last event", box=None)
+    table = Table(Column("run", overflow="fold"), "status", "step", "held-out", "last event", box=None)
     for one in listed:
         cells = (
             str(one.directory),

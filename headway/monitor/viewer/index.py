@@ -110,6 +110,13 @@ class OpenRun:
         return self.run.all(events.Evaluated)
 
     @property
+    def warnings(self) -> list[str]:
+        """What is wrong now: by its last steps, and what was said since the last of them."""
+        since = self.run.steps[-1].event.time if self.run.steps else 0.0
+        said = [event.message for event in self.run.all(events.Warned) if event.time >= since]
+        return [warning.message for warning in self.run.warnings.values()] + said
+
+    @property
     def table(self) -> Table:
         """The trajectories as columns."""
         with self.lock:
@@ -201,6 +208,7 @@ _HANDLERS |= dict.fromkeys(
         events.WorkerLost,
         events.WorkerRestarted,
         events.CheckpointFailed,
+        events.Warned,
     ),
     OpenRun._on_happening,
 )

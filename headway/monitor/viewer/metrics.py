@@ -4,6 +4,7 @@ Names, values and meanings are those of TensorBoard, W&B and `run.metrics()`; he
 """
 
 import math
+from bisect import bisect_right
 from typing import Any
 
 from headway.monitor.metric_names import meaning
@@ -42,9 +43,10 @@ _CURVES = {
         "restarts": "Restarts",
     },
 }
+RATE_S = 10.0
 _OWN = {
     "masked_share": "tokens that a correction or a filter left out of the loss",
-    "generated_per_s": "tokens sampled per second, by all engines",
+    "generated_per_s": f"tokens sampled per second, by all engines, over the step or the last {RATE_S:.0f} s",
     "restarts": "of workers and of the run, so far",
 }
 
@@ -72,7 +74,7 @@ def series_of(run: OpenRun) -> dict[str, list[Any]]:
     walls = [at(steps[place].event.time) for place in places]
     values = [run.step_values[place] for place in places]
     generated = [run.step_generated[place] for place in places]
-    rates = [None, *map(_rate, generated, generated[1:], walls, walls[1:])][: len(places)]
+    rates = [_rate(generated, walls, end) for end in range(len(places))]
     columns: dict[str, list[Any]] = {"step": [steps[place].event.version for place in places], "wall_s": walls}
     for name in (metric["name"] for metric in METRICS):
         if any(name in of_step for of_step in values):
@@ -88,5 +90,8 @@ def _values(run: OpenRun, place: int) -> dict[str, float]:
     return found | {"masked_share": masked / max(1, step.event.tokens), "restarts": run.step_restarts[place]}
 
 
-def _rate(before: int, after: int, start_s: float, end_s: float) -> float | None:
-    return (after - before) / (end_s - start_s) if end_s > start_s else None
+def _rate(generated: list[int], walls: list[float], end: int) -> float | None:
+    """Over the step, or RATE_S where steps are shorter: engines report once a second, whatever a step takes."""
+    start = min(end - 1, bisect_right(walls, walls[end] - RATE_S) - 1) if walls[end] - walls[0] > RATE_S else 0
+    span_s = walls[end] - walls[start]
+    return (generated[end] - generated[start]) / span_s if span_s > 0 else None

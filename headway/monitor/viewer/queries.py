@@ -5,7 +5,7 @@ a `HeadwayError`; the server answers both as a bad request.
 """
 
 import math
-from collections import Counter
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from headway.monitor.text import duration, share
 from headway.monitor.viewer.index import STATES, STOPS, OpenRun, Span, Table
 from headway.monitor.viewer.metrics import METRICS, series_of
 from headway.monitor.viewer.questions import QUESTIONS
-from headway.record import events
 from headway.record.log import EVENTS_NAME, is_being_written
 
 Parameters = Mapping[str, str]
@@ -34,11 +33,7 @@ class Queries:
     """All queries over the opened runs; `handlers` is what the server routes to."""
 
     def __init__(self, directories: list[Path]) -> None:
-        names = Counter(directory.name for directory in directories)
-        self.runs = [
-            OpenRun(directory, directory.name if names[directory.name] == 1 else str(directory))
-            for directory in directories
-        ]
+        self.runs = [OpenRun(directory, name) for directory, name in zip(directories, names(directories), strict=True)]
 
     @property
     def handlers(self) -> dict[str, Callable[[Parameters], Any]]:
@@ -87,7 +82,7 @@ class Queries:
                 for event in run.evaluations
             ],
             "markers": run.markers,
-            "warnings": [event.message for event in run.run.all(events.Warned)],
+            "warnings": run.warnings,
         }
 
     def timeline(self, parameters: Parameters) -> dict[str, Any]:
@@ -161,6 +156,15 @@ class Queries:
     def configs(self, _parameters: Parameters) -> dict[str, Any]:
         found = knob_values([run.run.config for run in self.runs])
         return {"rows": [{"knob": one.knob, "values": one.values, "differs": one.differs} for one in found]}
+
+
+def names(directories: list[Path]) -> list[str]:
+    """What each run is called: its directory's name, or where several have that, its path below what all share."""
+    last = [directory.resolve().name for directory in directories]
+    if len(set(last)) == len(last):
+        return last
+    shared = os.path.commonpath([directory.resolve().parent for directory in directories])
+    return [os.path.relpath(directory.resolve(), shared) for directory in directories]
 
 
 def _step(taken: int | None) -> int | None:

@@ -11,7 +11,7 @@ import numpy as np
 from headway.monitor.reader import Prompted
 from headway.monitor.viewer.index import STATES, OpenRun
 from headway.record.run import GroupState
-from headway.types import Trajectory
+from headway.types import DropReason, Trajectory
 
 Answer = dict[str, Any]
 MOST_ROWS = 100
@@ -217,8 +217,18 @@ def why_dropped(run: OpenRun) -> Answer:
         {"group": one.id, "cells": [one.id, one.prompt, one.dropped, one.failures[0].reason if one.failures else ""]}
         for one in groups
     ]
-    counts = ", ".join(f"{count} × {reason}" for reason, count in Counter(run.run.dropped.values()).most_common())
-    return _answer(f"Groups dropped: {counts or 'none'}.", ["group", "row", "reason", "first failure"], rows)
+    counts = Counter(run.run.dropped.values()).most_common()
+    told = "; ".join(f"{count} × {reason}: {_REASONS[DropReason(reason)]}" for reason, count in counts)
+    return _answer(f"Groups dropped: {told or 'none'}.", ["group", "row", "reason", "first failure"], rows)
+
+
+_REASONS = {
+    DropReason.FAILED: "no trajectory survived its workflow or its verifier",
+    DropReason.NON_FINITE: "the training step that took them was skipped",
+    DropReason.TOO_OLD: "a token was older than the version they were admitted at",
+    DropReason.ZERO_VARIANCE: "all rewards are equal, and algorithm.drop_zero_variance replaces such groups",
+    DropReason.SUCCESS_RATE: "too few or too many succeeded (algorithm.success_low and success_high)",
+}
 
 
 _LONGEST = "The longest trajectories, in sampled tokens."

@@ -17,6 +17,7 @@ import pytest
 from recorded import RecordedRun, write_tokenizer
 from system import HeadwayProcess, write_config
 
+from headway.record.events import Warned
 from headway.record.run import Run
 from headway.record.shards import RECORD_NAME, Record
 from headway.types import Trajectory
@@ -194,6 +195,35 @@ def test_the_prompt_that_turned_right_and_the_token_of_a_swap_are_three_clicks_a
         (swap,) = find_all(browser, ".swap")
         version = tip_over(browser, int(wanted.get_attribute("data-index")))["version"]
         assert swap.text == f"v{version}"
+
+
+def test_several_runs_are_overlaid_and_the_chosen_one_stays_chosen_on_every_page(
+    browser: Browser, finished: RecordedRun, tmp_path: Path
+) -> None:
+    other = RecordedRun(tmp_path / "other")
+    for run in (finished, other):
+        run.step()
+        run.add(Warned(message=f"something about {run.directory.name}"))
+        run.end()
+    with viewer(finished.directory, other.directory) as link:
+        browser.get(link)
+        wait(browser, lambda: find_all(browser, "figure.chart canvas"))
+        assert [row.text.split()[0] for row in find_all(browser, ".overview tbody tr")] == ["run", "other"]
+        reward = find(browser, "figure.chart:nth-child(2)")
+        assert len(reward.find_elements("css selector", ".u-legend .u-series")) == 3, "the step, and a line a run"
+        find_all(browser, "#runs input")[0].click()
+        wait(browser, lambda: not find_all(browser, ".overview") and find(browser, ".cards"))
+        find_link(browser, "what it wrote first, and what now").click()
+        for page in ("Timeline", "Groups", "Questions"):
+            find_link(browser, page).click()
+            chosen = wait(
+                browser, lambda page=page: find(browser, "nav .here").text == page and find(browser, "#runs select")
+            )
+            assert chosen.get_attribute("value") == "1", page
+        find(browser, "#runs option[value='0']").click()
+        wait(browser, lambda: "run=0" in browser.current_url)
+        find_link(browser, "Config").click()
+        wait(browser, lambda: "model.path" in find(browser, "table.diff").text)
 
 
 def find_link(browser: Browser, text: str) -> Browser:

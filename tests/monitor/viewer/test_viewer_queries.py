@@ -8,9 +8,9 @@ import pytest
 from recorded import RecordedRun, write_tokenizer
 
 from headway.errors import HeadwayError
-from headway.monitor.viewer.queries import Queries, merged
+from headway.monitor.viewer.queries import Queries, merged, names
 from headway.monitor.viewer.tokens import _headings
-from headway.record.events import Phase
+from headway.record.events import Phase, Stats, Warned
 
 HOSTILE = "<script>fetch('/')</script> \x1b[2J \u202eabc"
 
@@ -232,3 +232,36 @@ def test_spans_that_share_a_pixel_are_drawn_as_one_with_their_common_share() -> 
     spans = [(0.0, 1.0, 1.0, "a"), (1.0, 2.0, 0.0, "b"), (50.0, 60.0, 0.5, "c")]
     assert merged(spans, 5.0) == [(0.0, 2.0, 0.5, "several; zoom in"), (50.0, 60.0, 0.5, "c")]
     assert merged(spans, 0.1) == spans
+
+
+def test_runs_of_one_directory_name_are_told_apart_by_the_path_that_they_do_not_share(tmp_path: Path) -> None:
+    one, two = tmp_path / "grpo" / "run", tmp_path / "deeper" / "dapo" / "run"
+    assert names([one, two]) == ["grpo/run", "deeper/dapo/run"]
+    assert names([one, tmp_path / "deeper"]) == ["run", "deeper"]
+
+
+def test_generation_throughput_does_not_jump_where_steps_are_shorter_than_an_engines_reports(run: RecordedRun) -> None:
+    counts = dict.fromkeys(
+        ("prefilled", "recomputed", "preempted", "running", "waiting", "kv_used", "kv_total", "inflight", "ready"), 0
+    )
+    for number in range(40):
+        run.step()
+        if number % 3 == 2:
+            run.add(
+                Stats(
+                    engine="engine", version=number, seconds=3.0, generated=300, busy_s=3.0, admission_wait_s=0.0,
+                    trainer_wait_s=0.0, **counts,
+                )
+            )  # fmt: skip
+    rates = asked(run, "series")["columns"]["generated_per_s"]
+    assert rates[0] is None and all(70 < rate < 130 for rate in rates[15:]), rates
+
+
+def test_a_warning_stands_at_the_head_until_a_step_follows_and_among_the_events_for_good(run: RecordedRun) -> None:
+    run.add(Warned(message="no group has finished for 10 s"))
+    flat, said = asked(run, "series")["warnings"]
+    assert "all rewards were equal" in flat and said == "no group has finished for 10 s"
+    run.step()
+    answer = asked(run, "series")
+    assert not [text for text in answer["warnings"] if "no group" in text]
+    assert [(one["kind"], one["text"]) for one in answer["markers"]] == [("warned", "no group has finished for 10 s")]

@@ -54,7 +54,7 @@ function runPicker() {
   return el("label", {}, swatch(chosenRun()), el("select", { "aria-label": "run", onchange: choose }, options));
 }
 
-function swatch(index) {
+export function swatch(index) {
   return el("span", { class: "swatch", style: { background: runColor(index) } });
 }
 

@@ -5,7 +5,7 @@ import { el, number, shown } from "./dom.js";
 import { chosenRun, link } from "./app.js";
 
 function cell(value) {
-  return typeof value === "number" ? el("td", { class: "number" }, number(value)) : el("td", { class: "text clipped" }, shown(value ?? "–"));
+  return typeof value === "number" ? el("td", { class: "number" }, number(value)) : el("td", { class: `text clipped ${(value ?? "").length < 24 ? "short" : ""}` }, shown(value ?? "–"));
 }
 
 export async function questionsPage(place, query, signal) {

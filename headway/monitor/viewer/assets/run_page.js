@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { Chart } from "./charts.js";
 import { el, number, seconds, shown } from "./dom.js";
-import { link, state } from "./app.js";
+import { link, state, swatch } from "./app.js";
 
 const AXES = { step: "step", wall_s: "wall time" };
 let axis = "step";
@@ -36,9 +36,20 @@ function cards(run) {
 }
 
 function inside(run) {
-  const ask = (ask, title) => el("a", { href: link("questions", { run, ask }) }, title);
-  return el("p", { class: "faint inside" }, "look inside:", ask("wrong_to_right", "prompts that went from wrong to right"), ask("swaps", "weight swaps in mid-completion"),
-    ask("then_and_now", "what it wrote first, and what now"), el("a", { href: link("groups", { run }) }, "all completions"));
+  const ask = (question, title) => el("a", { href: link("questions", { run, ask: question }) }, title);
+  return [ask("wrong_to_right", "prompts that went from wrong to right"), ask("swaps", "weight swaps in mid-completion"), ask("then_and_now", "what it wrote first, and what now")];
+}
+
+// Several runs are a table, one row each; one run is a row of cards.
+function overview(runs) {
+  if (runs.length === 1) return [cards(runs[0]), el("p", { class: "faint inside" }, "look inside:", inside(runs[0]))];
+  const plain = (name) => name.split(",")[0];
+  const columns = [...new Set(runs.flatMap((run) => Object.keys(state.runs[run].facts).map(plain)))];
+  const rows = runs.map((run) => {
+    const facts = new Map(Object.entries(state.runs[run].facts).map(([name, value]) => [plain(name), typeof value === "number" ? number(value) : shown(value)]));
+    return el("tr", {}, el("td", {}, swatch(run), el("a", { href: link("groups", { run }) }, state.runs[run].name)), columns.map((name) => el("td", {}, facts.get(name) ?? "–")));
+  });
+  return [el("div", { class: "scroll" }, el("table", { class: "overview" }, el("thead", {}, el("tr", {}, ["run", ...columns].map((name) => el("th", {}, name)))), el("tbody", {}, rows)))];
 }
 
 function happenings(all) {
@@ -52,8 +63,9 @@ function happenings(all) {
 }
 
 function heads(all, runs) {
-  const warnings = all.flatMap(({ series }) => series.warnings.map((text) => el("div", { class: "problem" }, shown(text))));
-  return [...warnings, ...runs.flatMap((run) => [runs.length > 1 ? el("h2", {}, state.runs[run].name) : null, cards(run), inside(run)]).filter(Boolean)];
+  const warnings = all.flatMap(({ run, series }) => series.warnings.map((text) => el("div", { class: "problem" },
+    runs.length > 1 ? el("b", {}, `${state.runs[run].name}: `) : "", shown(text))));
+  return [...warnings, ...(runs.length ? overview(runs) : [el("p", { class: "faint" }, "No run is chosen; the boxes in the header choose.")])];
 }
 
 export async function runPage(place, _query, signal) {
@@ -85,7 +97,7 @@ export async function runPage(place, _query, signal) {
       sections.set(metric.section, [...(sections.get(metric.section) ?? []), chart.box]);
     }
     const parts = [...sections].flatMap(([title, boxes]) => [el("h2", {}, title), el("div", { class: "charts" }, boxes)]);
-    body.replaceChildren(...(parts.length ? parts : [el("p", { class: "faint" }, "No training step has finished yet.")]));
+    body.replaceChildren(...(parts.length || !runs.length ? parts : [el("p", { class: "faint" }, "No training step has finished yet.")]));
   };
   const choose = (name) => { axis = name; for (const chart of charts.values()) chart.close(); charts.clear(); drawBar(); fill(); };
   const drawBar = () => bar.replaceChildren(
