@@ -17,16 +17,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from headway.config import MetricsSection
 from headway.errors import CAUSE, ConfigError, translated
 from headway.monitor.samples import COLUMNS, NUM_GROUPS, SampleRow, Samples, markdown
 from headway.record.events import EtaChanged, Evaluated, Event, Place, Stats, Swapped, Trained
 from headway.record.run import Run
 from headway.record.steps import Step
+
+if TYPE_CHECKING:
+    from headway.config import MetricsSection
 
 TENSORBOARD_DIR = "tensorboard"
 WANDB_ID_FILE = "wandb_id.txt"
@@ -137,7 +139,7 @@ class TensorBoard:
         self._writer.close()
 
 
-def check_tools(section: MetricsSection) -> None:
+def check_tools(section: "MetricsSection") -> None:
     """Refuse a tool that is not installed."""
     if section.wandb_project:
         try:
@@ -194,7 +196,7 @@ class Metrics:
     """
 
     def __init__(
-        self, run_dir: Path, section: MetricsSection, run: Run, complain: Callable[[str], object] = _LOG.warning
+        self, run_dir: Path, section: "MetricsSection", run: Run, complain: Callable[[str], object] = _LOG.warning
     ) -> None:
         self._complain, self._run, self._samples_every = complain, run, section.samples_every
         self._run_dir = run_dir

@@ -46,8 +46,10 @@ class Clock:
 
     def at(self, time: float) -> float:
         """Run time at a unix time."""
-        index = bisect.bisect_right(self.incarnations, time, key=lambda incarnation: incarnation.start) - 1
-        incarnation = self.incarnations[max(0, index)]
+        incarnation = self.incarnations[-1]
+        if time < incarnation.start:
+            index = bisect.bisect_right(self.incarnations, time, key=lambda incarnation: incarnation.start) - 1
+            incarnation = self.incarnations[max(0, index)]
         return incarnation.offset + time - incarnation.start
 
     def training(self) -> list[Span]:

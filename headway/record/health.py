@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from headway.record.steps import Step
 from headway.types import EXCEEDED, UNSCORED
@@ -33,12 +32,12 @@ class HealthWarning:
 def diagnose(steps: Sequence[Step], max_tokens: int | None) -> Iterator[tuple[str, str]]:
     """Yield (kind, message) for every problem in the last steps."""
     recent = steps[-WINDOW:]
-    trajectories = sum(step.num_trajectories for step in recent)
-    groups = sum(step.num_groups for step in recent)
+    trajectories = sum([step.num_trajectories for step in recent])
+    groups = sum([step.num_groups for step in recent])
     if trajectories < MIN_TRAJECTORIES:
         return
     span = f"of the last {len(recent)} steps"
-    truncated = sum(step.num_truncated for step in recent) / trajectories
+    truncated = sum([step.num_truncated for step in recent]) / trajectories
     if truncated > TRUNCATED:
         limit = "" if max_tokens is None else f" (now {max_tokens})"
         yield (
@@ -46,14 +45,14 @@ def diagnose(steps: Sequence[Step], max_tokens: int | None) -> Iterator[tuple[st
             f"{truncated:.0%} of the completions {span} were truncated: raise sampling.max_tokens{limit}, "
             "or use a prompt format in which the model stops",
         )
-    flat = sum(step.num_zero_variance for step in recent)
+    flat = sum([step.num_zero_variance for step in recent])
     if flat > ZERO_VARIANCE * groups:
         yield (
             "zero variance",
             f"all rewards were equal in {flat / groups:.0%} of the groups {span}, which teach nothing: check the "
             "verifier, use prompts that the model sometimes solves, or raise rollout.group_size",
         )
-    failed = sum(step.num_failed for step in recent)
+    failed = sum([step.num_failed for step in recent])
     if failed > FAILED * (trajectories + failed):
         yield (
             "failures",
@@ -61,7 +60,8 @@ def diagnose(steps: Sequence[Step], max_tokens: int | None) -> Iterator[tuple[st
             "workflow; the log's finished events name the reasons",
         )
     for name, cause, remedy in _ZEROS:
-        zeros = sum((step.event.metrics.get(f"{name}_share") or 0.0) * step.num_trajectories for step in recent)
+        share = f"{name}_share"
+        zeros = sum([(step.event.metrics.get(share) or 0.0) * step.num_trajectories for step in recent])
         if zeros > FAILED * trajectories:
             yield (
                 name.replace("_", " "),
@@ -71,8 +71,9 @@ def diagnose(steps: Sequence[Step], max_tokens: int | None) -> Iterator[tuple[st
 
 
 def _of_policy(steps: Sequence[Step], recent: Sequence[Step], span: str) -> Iterator[tuple[str, str]]:
-    first, last = _mean(steps[:WINDOW], "entropy"), _mean(recent, "entropy")
-    if last is not None and first is not None and last < COLLAPSED_ENTROPY and last < COLLAPSED_SHARE * first:
+    last = _mean(recent, "entropy")
+    first = _mean(steps[:WINDOW], "entropy") if last is not None and last < COLLAPSED_ENTROPY else None
+    if last is not None and first is not None and last < COLLAPSED_SHARE * first:
         yield (
             "entropy",
             f"entropy collapsed from {first:.3g} to {last:.3g}: completions hardly differ any more; lower trainer.lr, "
@@ -92,4 +93,4 @@ def _of_policy(steps: Sequence[Step], recent: Sequence[Step], span: str) -> Iter
 
 def _mean(steps: Sequence[Step], name: str) -> float | None:
     known = [value for step in steps if (value := step.event.metrics.get(name)) is not None]
-    return fmean(known) if known else None
+    return sum(known) / len(known) if known else None

@@ -11,6 +11,7 @@ Invariants that live here:
 """
 
 import gc
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ E = TypeVar("E", bound=Event)
 T = TypeVar("T")
 
 _MOST_SHARED = 10_000
-"""Rewards, stops and shard names that many groups have in common are held once, up to this many of them."""
+"""Rewards and stops that many groups have in common are held once, up to this many of them."""
 
 
 class GroupState(msgspec.Struct, gc=False):
@@ -256,7 +257,7 @@ class Run:
         group = self._present(event, event.group)
         if group.ref is not None:
             _contradiction(event, f"group {group.id} is finished twice")
-        group.ref = Place(self._share(event.shard), event.offset, event.num_bytes, event.checksum)
+        group.ref = Place(sys.intern(event.shard), event.offset, event.num_bytes, event.checksum)
         group.lengths, group.tokens = array("l", event.lengths), sum(event.lengths)
         group.rewards, group.stops = self._share(event.rewards), self._share(event.stops)
         group.oldest, group.newest, group.seconds = event.oldest, event.newest, event.seconds
@@ -266,11 +267,8 @@ class Run:
 
     def _share(self, value: T) -> T:
         """Intern a value that many events repeat, so that a million groups fit into memory."""
-        if value in self._shared:
-            return cast(T, self._shared[value])
-        if len(self._shared) < _MOST_SHARED:
-            self._shared[value] = value
-        return value
+        known = self._shared
+        return cast(T, known.setdefault(value, value) if len(known) < _MOST_SHARED else known.get(value, value))
 
     def _add_failures(self, group: GroupState, failures: tuple[FailedTrajectory, ...]) -> None:
         group.failures = failures

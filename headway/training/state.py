@@ -12,8 +12,8 @@ from torch import Tensor
 
 from headway.model.sharding import Masters, local_rows
 
-NUM_SAMPLED = 256
-"""Master weights in a sample: the norm of a difference is estimated from it to about a tenth."""
+NUM_SAMPLED = 64
+"""Master weights in the sample that every step's event has: it estimates the norm of a difference to about a tenth."""
 
 
 def state_tensors(masters: Masters, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ import pytest
 from synthetic import blank
 
 from headway.errors import DeadlineExceeded, HeadwayError
-from headway.record import events
+from headway.record import events, log
 from headway.record.events import (
     KINDS,
     Admitted,
@@ -172,7 +172,11 @@ def test_garbage_at_the_very_end_is_cut_off(tmp_path: Path, tail: bytes) -> None
         pytest.param(lambda lines: lines[2].replace(b',"eta":4', b""), id="a missing field"),
     ],
 )
-def test_damage_in_the_middle_is_named_and_never_repaired(tmp_path: Path, damage: Any) -> None:
+@pytest.mark.parametrize("block", [1, log._BLOCK])
+def test_damage_in_the_middle_is_named_and_never_repaired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Any, block: int
+) -> None:
+    monkeypatch.setattr(log, "_BLOCK", block)  # whatever lies before the damage in a block of lines, or nothing
     path = tmp_path / "log"
     write_small_run(path)
     lines = path.read_bytes().splitlines(keepends=True)

@@ -7,7 +7,7 @@ and tokens stay in the record and are read when they are opened.
 import threading
 from array import array
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ _STOP: dict[StopReason | None, int] = {None: 0, **{reason: number for number, re
 _NAN = float("nan")
 
 Table = dict[str, NDArray[Any]]
+
+
 Span = tuple[float, float, float, str]
 """From, to (seconds of the run), the busy share, and what was done."""
 
@@ -69,20 +71,30 @@ class Rows:
         return table | {"reward": np.array(self._reward), "stop": np.frombuffer(bytes(self._stop), np.uint8)}
 
     def _add(self, group: GroupState) -> None:
-        count, failed = len(group.rewards), [failure.trajectory for failure in group.failures]
+        rewards, count, failed = group.rewards, len(group.rewards), [one.trajectory for one in group.failures]
         self._counts.append(count + len(failed))
         self._length.extend(group.lengths)
-        self._reward.extend([_NAN if reward is None else reward for reward in group.rewards])
-        self._stop.extend([_STOP[stop] for stop in group.stops])
+        self._reward.extend([_NAN if reward is None else reward for reward in rewards] if None in rewards else rewards)
+        self._stop.extend(_stop_bytes(group.stops))
         self._failed.extend(bytes(count))
         if not failed:
-            self._trajectory.extend(range(count))
+            self._trajectory.extend(_first(count))
             return
         self._trajectory.extend([index for index in range(count + len(failed)) if index not in failed] + failed)
         self._length.extend([failure.tokens for failure in group.failures])
         self._reward.extend([_NAN] * len(failed))
         self._stop.extend(bytes(len(failed)))
         self._failed.extend(b"\1" * len(failed))
+
+
+@cache
+def _stop_bytes(stops: tuple[StopReason | None, ...]) -> bytes:
+    return bytes(_STOP[stop] for stop in stops)
+
+
+@cache
+def _first(count: int) -> "array[int]":
+    return array("q", range(count))
 
 
 class OpenRun:
