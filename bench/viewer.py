@@ -1,10 +1,12 @@
 """How fast the web viewer opens and filters a very long run, and what a connected viewer costs a live one.
 
-The run is written here: as many steps and trajectories as asked for, in the real formats of event log and record. The
-viewer then opens it in a process of its own, and every query that a page makes is timed from outside, over HTTP.
+The run is written here: the fake engine's completions, with a swap in the middle of each, and every event and token
+that a run of so many steps records, in its formats and as long as its own. The viewer then opens it in a process of its
+own, and every query that a page makes is timed from outside, over HTTP.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
@@ -18,21 +20,36 @@ from http.cookiejar import CookieJar
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 from common import RESULTS_DIR, Message, Record
 
 from headway.errors import HeadwayError
+from headway.record.events import Event, Stats, Swapped
+from headway.types import Chunk, Completion, Request, RequestKey, Sampling
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests" / "support")]
 
 POLL_S = 3.0
 TURN_S = 15.0
+MEAN_TOKENS, MOST_TOKENS = 16.0, 64
+METRICS = (
+    *("loss", "entropy", "clip_fraction", "capped_fraction", "behaviour_weight_mean", "kl", "behaviour_kl"),
+    *("behaviour_weight_max", "logprob_gap_max", "effective_sample_size", "zero_variance_groups", "single_groups"),
+    *("incomplete_groups", "truncated_trajectories", "grad_norm", "num_micro_batches", "lr", "token_budget"),
+)
+"""What a trainer says of every step, besides a sample of its weights."""
+STATS_FIELDS = (
+    *("generated", "prefilled", "recomputed", "preempted", "running", "waiting", "kv_used", "kv_total"),
+    *("inflight", "ready", "trainer_wait_s"),
+)
 QUERIES = {
     "first page of runs": "runs",
     "curves": "series?run=0",
     "timeline, whole run": "timeline?run=0",
     "groups, first page": "trajectories?run=0&limit=50",
     "filter by reward and length": "trajectories?run=0&reward_min=1&length_max=12&limit=50",
+    "filter by step and text": "trajectories?run=0&step=500&search=a%2B&limit=50",
     "filter by step": "trajectories?run=0&step=500&limit=50",
     "sort by staleness": "trajectories?run=0&sort=staleness&limit=50",
     "one group": "group?run=0&group=1000",
@@ -40,16 +57,56 @@ QUERIES = {
 }
 
 
-def write(directory: Path, steps: int, groups: int, size: int) -> None:
-    from recorded import RecordedRun, write_tokenizer  # type: ignore[import-not-found]
+async def write(directory: Path, steps: int, groups: int, size: int) -> None:
+    from recorded import ALPHABET, RecordedRun, completed, encoded, write_tokenizer  # type: ignore[import-not-found]
+
+    from headway.engine.fake import FakeEngine
+    from headway.training.state import NUM_SAMPLED
 
     run = RecordedRun(directory, batch=groups, size=size, prompts=10_000)
     write_tokenizer(directory / "model")
+    engine, draw = FakeEngine(MEAN_TOKENS, vocab_size=len(ALPHABET)), np.random.default_rng(0)
+
+    async def group() -> int:
+        prompt = encoded(f"what is {run.num_groups % run.prompts}?")
+        made = [await complete(engine, run.version, (run.num_groups, index), prompt) for index in range(size)]
+        rewards = [float(len(one.tokens) % 2) for one in made]
+        number: int = run.record_group(
+            tuple(completed(index, prompt, *one) for index, one in enumerate(zip(made, rewards, strict=True)))
+        )
+        return number
+
     for step in range(steps):
-        run.step()
+        taken = [await group() for _ in range(groups)]
+        metrics = dict(zip(METRICS, draw.random(len(METRICS)).tolist(), strict=True))
+        run.train(taken, metrics, tuple(draw.normal(size=NUM_SAMPLED).astype(np.float32).tolist()))
+        for event in step_events(run.version):
+            run.add(event)
         if step % 50 == 0:
             run.flush()
     run.end()
+
+
+async def complete(engine: Any, version: int, key: tuple[int, int], prompt: Any) -> Completion:
+    """By the version before and, after a swap in the middle, by this one."""
+    request = Request(RequestKey(*key, 0), prompt, Sampling(max_tokens=MOST_TOKENS, stop_tokens=(1,)), seed=0)
+    engine.version = max(0, version - 1)
+    found: Chunk | Completion | None = None
+    async for item in engine.generate(request):
+        found, engine.version = item, version
+    assert isinstance(found, Completion)
+    return found
+
+
+def step_events(version: int) -> list[Event]:
+    """What an engine says during a step: once a second what it did, and that it runs the new version."""
+    counts = dict.fromkeys(STATS_FIELDS, 1000)
+    stats = Stats(engine="engine", version=version, seconds=0.5, busy_s=0.4, admission_wait_s=0.1, **counts)
+    swapped = Swapped(
+        version=version, engine="engine", stage_s=0.12345678, pause_ms=1.2345678, interrupted=64, recomputed=1000,
+        parity_max_abs=1.2345678e-6,
+    )  # fmt: skip
+    return [stats, swapped, stats]
 
 
 class Browser:
@@ -192,7 +249,7 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = options.run or Path(folder) / "run"
         if options.run is None:
-            write(directory, options.steps, options.groups, options.group_size)
+            asyncio.run(write(directory, options.steps, options.groups, options.group_size))
         found = measure(directory, options.repetitions)
         if options.live:
             found["live"] = follow(Path(folder) / "live", options.live, options.live_steps)

@@ -46,9 +46,13 @@ def trajectory(index: int, prompt: str, text: str, reward: float, versions: tupl
     tokens = encoded(text)
     stamped = np.repeat(np.array(versions, np.int32), [len(tokens) // 2, len(tokens) - len(tokens) // 2])
     logprobs = -np.linspace(0.1, 2.0, len(tokens), dtype=np.float32)
-    sequence = Sequence.single_turn(encoded(prompt), Completion(tokens, logprobs, stamped, StopReason.STOP))
+    return completed(index, encoded(prompt), Completion(tokens, logprobs, stamped, StopReason.STOP), reward)
+
+
+def completed(index: int, prompt: np.ndarray, completion: Completion, reward: float) -> Trajectory:
+    sequence = Sequence.single_turn(prompt, completion)
     place = len(sequence.tokens) - 1
-    return Trajectory(index, (sequence,), (Reward(0, place, reward),), 1.0, (StopReason.STOP,))
+    return Trajectory(index, (sequence,), (Reward(0, place, reward),), 1.0, (completion.stop,))
 
 
 def write_tokenizer(directory: Path) -> None:
@@ -99,17 +103,19 @@ class RecordedRun:
         self._seq += 1
 
     def finish_group(self, texts: list[str] | None = None, failure: str = "", asked: str = "") -> int:
-        number, prompt = self.num_groups, self.num_groups % self.prompts
-        self.num_groups += 1
-        self.add(Admitted(group=number, prompt=prompt, eta=1, version=max(0, self.version - 1)))
-        good = self.version > 0
+        prompt, good = self.num_groups % self.prompts, self.version > 0
         texts = texts or [f"the answer is {prompt if good or index else 0}" for index in range(self.size)]
         versions = max(0, self.version - 1), self.version
         made = tuple(
             trajectory(index, asked or f"what is {prompt}?", text, float(good), versions)
             for index, text in enumerate(texts)
         )
-        failures = (Failure(len(made), failure, 3),) if failure else ()
+        return self.record_group(made, (Failure(len(made), failure, 3),) if failure else ())
+
+    def record_group(self, made: tuple[Trajectory, ...], failures: tuple[Failure, ...] = ()) -> int:
+        number, prompt = self.num_groups, self.num_groups % self.prompts
+        self.num_groups += 1
+        self.add(Admitted(group=number, prompt=prompt, eta=1, version=max(0, self.version - 1)))
         group = Group(number, prompt, 1, len(made) + len(failures), made, failures)
         self._untrained[number] = group
         ref = self._record.append(group)
@@ -118,7 +124,7 @@ class RecordedRun:
                 group=number, shard=ref.shard, offset=ref.offset, num_bytes=ref.num_bytes, checksum=ref.checksum,
                 lengths=tuple(one.num_sampled for one in made), rewards=tuple(one.reward for one in made),
                 stops=tuple(one.stops[-1] for one in made), failures=FailedTrajectory.of(group),
-                oldest=versions[0], newest=versions[1], seconds=1.0,
+                oldest=max(0, self.version - 1), newest=self.version, seconds=1.0,
             )
         )  # fmt: skip
         return number
@@ -132,14 +138,17 @@ class RecordedRun:
         self.add(Dropped(groups=(number,), reason="failed", tokens=0, failures=failures))
         return number
 
-    def train(self, groups: list[int]) -> None:
+    def train(
+        self, groups: list[int], metrics: dict[str, float] | None = None, weights_sample: tuple[float, ...] = ()
+    ) -> None:
         ref = self._record.append(trained_tokens([self._untrained.pop(number) for number in groups]))
         self.add(Taken(version=self.version, groups=tuple(groups)))
         self.version += 1
         self.add(
             Trained(
                 version=self.version, groups=tuple(groups), tokens=100, started=self._time, seconds=1.0, wait_s=0.1,
-                staleness_mean=1.0, staleness_max=1, reward=0.5, metrics={"loss": 0.1, "entropy": 1.0}, digest="d",
+                staleness_mean=1.0, staleness_max=1, reward=0.5, metrics=metrics or {"loss": 0.1, "entropy": 1.0},
+                digest="d", weights_sample=weights_sample,
                 tokens_at=Place(ref.shard, ref.offset, ref.num_bytes, ref.checksum),
             ),
             seconds=1.0,
