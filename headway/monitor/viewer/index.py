@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterable
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +74,8 @@ class Rows:
         rewards, count, failed = group.rewards, len(group.rewards), [one.trajectory for one in group.failures]
         self._counts.append(count + len(failed))
         self._length.extend(group.lengths)
-        self._reward.extend([_NAN if reward is None else reward for reward in rewards] if None in rewards else rewards)
+        known = [_NAN if reward is None else reward for reward in rewards] if None in rewards else rewards
+        self._reward.extend(cast(Iterable[float], known))
         self._stop.extend(_stop_bytes(group.stops))
         self._failed.extend(bytes(count))
         if not failed:
