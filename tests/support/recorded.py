@@ -85,13 +85,15 @@ def trained_tokens(groups: list[Group]) -> TrainedTokens:
 class RecordedRun:
     """Writes steps of one batch each; prompts repeat, and completions get better with the steps."""
 
-    def __init__(self, directory: Path, batch: int = 4, size: int = 4, prompts: int = 10) -> None:
+    def __init__(
+        self, directory: Path, batch: int = 4, size: int = 4, prompts: int = 10, started: float = 1_700_000_000.0
+    ) -> None:
         self.directory, self.batch, self.size, self.prompts = directory, batch, size, prompts
         (directory / RECORD_NAME).mkdir(parents=True)
         self._record = Record(directory / RECORD_NAME)
         self._random = random.Random(0)
         self._log = (directory / EVENTS_NAME).open("ab")
-        self._seq, self._time = 0, 1_700_000_000.0
+        self._seq, self._time = 0, started
         self.version = self.num_groups = 0
         self._untrained: dict[int, Group] = {}
         config = {"run": {"steps": 100, "dir": str(directory)}, "model": {"path": str(directory / "model")}}

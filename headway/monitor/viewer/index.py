@@ -7,6 +7,7 @@ and tokens stay in the record and are read when they are opened.
 import threading
 from array import array
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +28,8 @@ STOPS = ("none", *(str(reason) for reason in StopReason))
 _STATE = {name: number for number, name in enumerate(STATES)}
 _STOP: dict[StopReason | None, int] = {None: 0, **{reason: number for number, reason in enumerate(StopReason, 1)}}
 _NAN = float("nan")
+_BEGINNING = 200
+"""Bytes of a log that tell runs apart: they hold the time of its first event."""
 
 Table = dict[str, NDArray[Any]]
 
@@ -99,13 +102,18 @@ def _first(count: int) -> "array[int]":
 
 
 class OpenRun:
-    """Folds a run's log from its start, and on `refresh` what was appended since."""
+    """Folds a run's log from its start, and on `refresh` what was appended since, or another run in its directory."""
 
     def __init__(self, directory: Path, name: str = "") -> None:
         self.directory, self.name = directory, name
-        self.run = Run()
-        self.reader = RunReader(directory, self.run)
         self.lock = threading.Lock()
+        self._log, self._beginning = directory / EVENTS_NAME, b""
+        self._start()
+        self.refresh()
+
+    def _start(self) -> None:
+        self.run = Run()
+        self.reader = RunReader(self.directory, self.run)
         self.step_generated: list[int] = []  # tokens sampled by the engines until the step's end
         self.step_restarts: list[int] = []  # of workers and of the run, until then
         self.step_values: dict[int, dict[str, float]] = {}  # metrics by step, of those that were asked for
@@ -113,10 +121,9 @@ class OpenRun:
         self.spans: dict[str, list[Span]] = {}
         self.scores = lru_cache(self._scores)
         self._generated = self._restarts = 0
-        self._follower = Follower(directory / EVENTS_NAME)
+        self._follower = Follower(self._log)
         self._rows = Rows()
         self._table: Table | None = None
-        self.refresh()
 
     @property
     def evaluations(self) -> list[events.Evaluated]:
@@ -139,10 +146,19 @@ class OpenRun:
 
     def refresh(self) -> None:
         with self.lock, without_collection():
+            if self._is_another():
+                self._start()
             for event in self._follower.read():
                 self.run.on_event(event)
                 if handler := _HANDLERS.get(type(event)):
                     handler(self, event)
+
+    def _is_another(self) -> bool:
+        """Whether the log begins otherwise than before: the run was trained again from nothing, with --overwrite."""
+        before, self._beginning = self._beginning, b""
+        with suppress(OSError), open(self._log, "rb") as file:
+            self._beginning = file.read(_BEGINNING)
+        return bool(before) and not self._beginning.startswith(before)
 
     def _scores(self, evaluation: int) -> dict[int, float]:
         """The mean reward of each problem that has one in an evaluation, by the problem's place."""

@@ -1,6 +1,7 @@
 """What the viewer answers about a run: rows, groups, tokens and questions, equal to what the record holds."""
 
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -265,3 +266,20 @@ def test_a_warning_stands_at_the_head_until_a_step_follows_and_among_the_events_
     answer = asked(run, "series")
     assert not [text for text in answer["warnings"] if "no group" in text]
     assert [(one["kind"], one["text"]) for one in answer["markers"]] == [("warned", "no group has finished for 10 s")]
+
+
+def test_a_run_that_is_trained_again_from_nothing_is_read_again_from_its_beginning(tmp_path: Path) -> None:
+    first = RecordedRun(tmp_path / "run")
+    for _ in range(3):
+        first.step()
+    first.flush()
+    handlers = Queries([tmp_path / "run"]).handlers
+    assert handlers["trajectories"]({"limit": "1"})["total"] == 3 * 16
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(HeadwayError, match="cannot read the event log"):
+        handlers["runs"]({})
+    second = RecordedRun(tmp_path / "run", started=1_800_000_000.0)
+    second.step()
+    second.flush()
+    assert handlers["trajectories"]({"limit": "1"})["total"] == 16
+    assert handlers["series"]({})["columns"]["step"] == [1]
