@@ -1,7 +1,7 @@
 """How fast the web viewer opens and filters a very long run, and what a connected viewer costs a live one.
 
 The run is written here: the fake engine's completions, with a swap in the middle of each, and every event and token
-that a run of so many steps records, in its formats and as long as its own. The viewer then opens it in a process of its
+that a run of this length records, in its formats and as long as its own. The viewer then opens it in a process of its
 own, and every query that a page makes is timed from outside, over HTTP.
 """
 

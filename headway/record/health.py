@@ -60,8 +60,7 @@ def diagnose(steps: Sequence[Step], max_tokens: int | None) -> Iterator[tuple[st
             "workflow; the log's finished events name the reasons",
         )
     for name, cause, remedy in _ZEROS:
-        share = f"{name}_share"
-        zeros = sum([(step.event.metrics.get(share) or 0.0) * step.num_trajectories for step in recent])
+        zeros = sum([(step.event.metrics.get(f"{name}_share") or 0.0) * step.num_trajectories for step in recent])
         if zeros > FAILED * trajectories:
             yield (
                 name.replace("_", " "),

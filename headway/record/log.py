@@ -30,8 +30,7 @@ E = TypeVar("E", bound=Event)
 
 _DECODER: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Union[tuple(KINDS.values())])  # noqa: UP007
 _ENCODER = msgspec.json.Encoder()
-_BLOCK = 4 * 2**20
-"""Bytes of the log that are decoded at once, which takes half as long as line by line."""
+_BLOCK = 4 * 2**20  # bytes that are decoded at once, in half the time of line by line
 
 
 def read(path: str | Path) -> list[Event]:
@@ -250,37 +249,19 @@ def _locks(fd: int) -> bool:
 
 
 def _scan(file: BinaryIO, path: str | Path, num_before: int = 0) -> Iterator[tuple[list[Event], int]]:
-    """Yield events, many at a time, with the offset of the last one's end.
-
-    `num_before` events lie before the place from which the file is read; offsets count from there.
-    """
-    start, end, number = file.tell(), 0, num_before
-    while whole := _whole_lines(file):
-        found = _decoded(whole, number)
-        if not found:
+    """Yield events, many at a time, with the offset of their end from where the file is read, after `num_before`."""
+    start, end, number, lines, data = file.tell(), 0, num_before, b"", b""
+    while lines == data and (data := file.read(_BLOCK) + file.readline()):
+        lines, found = data[: data.rfind(b"\n") + 1], []  # a last line may be torn, or still being written
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            found = _DECODER.decode_lines(lines)
+        if lines.count(b"\n") != len(found) or any(event.seq != at for at, event in enumerate(found, number)):
             file.seek(start + end)
-            for event, at in _scan_lines(file, path, number):
-                yield [event], end + at
+            yield from (([event], end + at) for event, at in _scan_lines(file, path, number))
             return
-        end, number = end + len(whole), number + len(found)
-        yield found, end
-
-
-def _whole_lines(file: BinaryIO) -> bytes:
-    """The next lines of a file, without one that is torn or still being written."""
-    data = file.read(_BLOCK)
-    if len(data) == _BLOCK:
-        data += file.readline()
-    return data[: data.rfind(b"\n") + 1]
-
-
-def _decoded(lines: bytes, number: int) -> list[Event]:
-    """The events of whole lines, the first of which is event `number`; none where a line is not what it should be."""
-    with suppress(msgspec.DecodeError, UnicodeDecodeError):
-        found = _DECODER.decode_lines(lines)
-        if lines.count(b"\n") == len(found) and all(event.seq == at for at, event in enumerate(found, number)):
-            return found
-    return []
+        end, number = end + len(lines), number + len(found)
+        if found:
+            yield found, end
 
 
 def _scan_lines(file: BinaryIO, path: str | Path, num_before: int) -> Iterator[tuple[Event, int]]:

@@ -29,7 +29,7 @@ ROOMS: list[tuple[str, int]] = [
     ("model", 1050),
     ("weights", 1230),
     ("tasks", 3950),
-    ("monitor", 3650),
+    ("monitor", 3710),
     ("engine", 5195),
     ("training", 3500),
     ("rollout", 2850),

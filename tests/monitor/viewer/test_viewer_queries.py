@@ -235,7 +235,7 @@ def test_spans_that_share_a_pixel_are_drawn_as_one_with_their_common_share() -> 
     assert merged(spans, 0.1) == spans
 
 
-def test_runs_of_one_directory_name_are_told_apart_by_the_path_that_they_do_not_share(tmp_path: Path) -> None:
+def test_runs_of_one_directory_name_are_named_by_the_path_that_they_do_not_share(tmp_path: Path) -> None:
     one, two = tmp_path / "grpo" / "run", tmp_path / "deeper" / "dapo" / "run"
     assert names([one, two]) == ["grpo/run", "deeper/dapo/run"]
     assert names([one, tmp_path / "deeper"]) == ["run", "deeper"]
