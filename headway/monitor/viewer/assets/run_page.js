@@ -30,7 +30,7 @@ function accuracies(all) {
 }
 
 function cards(run) {
-  const facts = Object.entries(state.runs[run].facts);
+  const facts = Object.entries(state.runs[run].facts).filter(([name]) => name !== "status"); // which the header has
   return el("div", { class: "cards" }, facts.map(([name, value]) =>
     el("div", { class: "card" }, el("span", { class: "faint" }, name), el("b", {}, typeof value === "number" ? number(value) : shown(value)))));
 }
