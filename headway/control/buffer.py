@@ -11,35 +11,21 @@ through here, because a drop lets the window slide and may complete a batch.
 
 import asyncio
 import heapq
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Self
+from collections.abc import Callable
 
 from headway.control.staleness import StalenessControl
 from headway.errors import InvariantBroken
-from headway.types import DropReason, Group
+from headway.types import Group
 
 
 class Buffer:
     def __init__(self, staleness: StalenessControl) -> None:
         self.staleness = staleness
-        self.num_dropped: Counter[DropReason] = Counter()
         self.on_take: Callable[[], object] = lambda: None  # each take may let admission continue
         self._finished: dict[int, Group] = {}
         self._order: list[int] = []  # a heap of the ids in _finished, and of dropped ones not yet removed
         self._collected: dict[int, Group] = {}  # taken for the next batch
         self._changed = asyncio.Event()
-
-    @classmethod
-    def restore(
-        cls, staleness: StalenessControl, finished: Iterable[Group], num_dropped: Mapping[DropReason, int] | None = None
-    ) -> Self:
-        """The buffer of a resumed run: its finished, untaken groups and its drops so far."""
-        buffer = cls(staleness)
-        buffer.num_dropped.update(num_dropped or {})
-        for group in finished:
-            buffer.put(group)
-        return buffer
 
     @property
     def num_ready(self) -> int:
@@ -53,10 +39,9 @@ class Buffer:
         heapq.heappush(self._order, group.id)
         self._changed.set()
 
-    def drop(self, group_id: int, reason: DropReason) -> Group | None:
+    def drop(self, group_id: int) -> Group | None:
         """Drop a group that is in flight; returns it if it was waiting here."""
         self.staleness.drop(group_id)
-        self.num_dropped[reason] += 1
         self._changed.set()
         return self._finished.pop(group_id, None) or self._collected.pop(group_id, None)
 

@@ -92,6 +92,9 @@ class Progress:
     num_streamed: int = 0  # prompts taken from the stream so far
     requeued: list[tuple[int, int]] = field(default_factory=list)  # groups that failed in an outage, with their rows
     replaced: tuple[tuple[int, str], ...] = ()  # dropped groups in order: the row of the prompt, and the reason
+    finished: list[tuple[Group, int]] = field(default_factory=list)  # with the versions at admission; not taken yet
+    failing: list[tuple[int, int]] = field(default_factory=list)  # the last groups, all failed whole, with their rows
+    has_succeeded: bool = False  # whether any group had a trajectory
     untrained_batch: tuple[Group, ...] | None = None
     num_checkpoints: int = 0
     evaluated_before: bool = False
@@ -117,10 +120,11 @@ class Controller:
         self.saving = Saving(config, self.trainer, log, directory, progress.num_checkpoints, progress.best_accuracy)
         self._changed = self.engines.changed  # set when admission may have room
         self.buffer.on_take = self._changed.set
-        self._failures = FailureWatch(
-            config.supervise, config.run.deadline_s, self.staleness.batch_groups, bool(progress.version)
-        )
         self._by_row = {prompt.index: prompt for prompt in tasks.prompts}
+        self._failures = FailureWatch(
+            config.supervise, config.run.deadline_s, self.staleness.batch_groups, progress.has_succeeded
+        )
+        self._failures.restore((group, self._by_row[row]) for group, row in progress.failing)
         self._failures.prompts.extend((group, self._by_row[row]) for group, row in progress.requeued)
         self._num_streamed = progress.num_streamed
         self._evaluation: asyncio.Task[None] | None = None
@@ -194,6 +198,8 @@ class Controller:
 
     async def _admit(self) -> None:
         """Consumes prompts; waits for room; is unblocked by a confirmed version, a take or a drop; produces groups."""
+        for group, admitted_at in self._progress.finished:
+            self._keep(group, admitted_at)
         for group_id, (row, eta) in self._progress.unfinished.items():
             self._begin(self._admission(group_id, self._by_row[row], eta, self.version))
         while True:
@@ -276,12 +282,16 @@ class Controller:
             return
         self._failures.succeeded()
         self.log.finished(group, seconds=time.time() - started)
+        self._keep(group, admission.version)
+
+    def _keep(self, group: Group, admitted_at: int) -> None:
+        """A finished group enters the buffer, unless it is too old or the algorithm replaces it; also after a resume,
+        because a crash may come between the event that it finished and the one that it was dropped."""
         oldest = group.oldest_version
-        if oldest is not None and oldest < admission.version:  # an engine served older weights than it had confirmed
-            self._drop((group.id,), DropReason.TOO_OLD)
-            return
-        if unwanted := self._filter.reason(group):
-            self._drop((group.id,), unwanted)
+        # Older than its admission: an engine served older weights than it had confirmed.
+        is_too_old = oldest is not None and oldest < admitted_at
+        if reason := DropReason.TOO_OLD if is_too_old else self._filter.reason(group):
+            self._drop((group.id,), reason)
             return
         self.buffer.put(group)
         self._changed.set()  # an outage may be over
@@ -290,7 +300,7 @@ class Controller:
         self, groups: tuple[int, ...], reason: DropReason, failures: tuple[FailedTrajectory, ...] = (), tokens: int = 0
     ) -> None:
         for group_id in groups:
-            self.buffer.drop(group_id, reason)
+            self.buffer.drop(group_id)
         tokens += sum(failure.tokens for failure in failures)
         self.log.append(Dropped(groups=groups, reason=reason.value, tokens=tokens, failures=failures))
         self._changed.set()

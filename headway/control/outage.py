@@ -6,6 +6,7 @@ failed groups are admitted again. The first group with a trajectory ends the out
 
 import time
 from collections import deque
+from collections.abc import Iterable
 
 from headway.config import SuperviseSection
 from headway.errors import RunFailed
@@ -34,6 +35,11 @@ class FailureWatch:
     @property
     def is_outage(self) -> bool:
         return self._num_failed >= NUM_SUSPICIOUS and self._has_succeeded
+
+    def restore(self, failing: Iterable[tuple[int, Prompt]]) -> None:
+        """The groups that had failed in a row when the run was interrupted; one more that fails makes it an outage."""
+        self._streak.extend(failing)
+        self._num_failed, self._since = min(len(self._streak), NUM_SUSPICIOUS - 1), time.monotonic()
 
     def succeeded(self) -> None:
         """A group has a trajectory: the verifier and the workflow work."""

@@ -8,7 +8,6 @@ Invariants that live here:
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,6 @@ from headway.record.phases import phase
 from headway.record.run import Run
 from headway.record.shards import RECORD_NAME, Record, RunLog
 from headway.training.checkpoint import slot_for
-from headway.types import DropReason
 
 
 def progress_from(staleness: StalenessControl, section: StalenessSection, log: RunLog, run: Run) -> Progress:
@@ -49,13 +47,15 @@ def progress_from(staleness: StalenessControl, section: StalenessSection, log: R
     if decided and (last := decided[-1]) and run.eta != last.after:  # the run ended between a step and its decision
         log.append(last)
     staleness.adapt(adaptive.eta)
-    waiting = [log.record.load(run.ref(group)) for group in run.waiting]
     accuracies = [event.accuracy for event in run.all(Evaluated) if event.accuracy is not None]
     return Progress(
         version=run.num_trained,
         staleness=staleness,
         adaptive=adaptive,
-        buffer=Buffer.restore(staleness, waiting, Counter(DropReason(reason) for reason in run.dropped.values())),
+        buffer=Buffer(staleness),
+        finished=[(log.record.load(run.ref(group)), run.groups[group].version) for group in run.waiting],
+        failing=[(group, run.groups[group].prompt) for group in run.failing],
+        has_succeeded=any(group.ref for group in run.groups),
         unfinished={group: (run.groups[group].prompt, run.groups[group].eta) for group in run.unfinished},
         num_streamed=sum(group.repeats is None for group in run.groups),
         requeued=[(group, run.groups[group].prompt) for group in run.requeued],

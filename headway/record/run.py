@@ -92,6 +92,7 @@ class Run:
     num_trained: int = 0
     digests: dict[int, str] = field(default_factory=dict)  # of the weights each training step made
     dropped: dict[int, str] = field(default_factory=dict)  # group to reason
+    failing: list[int] = field(default_factory=list)  # groups that failed whole since the last that did not
     requeued: list[int] = field(default_factory=list)  # groups of an outage whose prompts are still to be repeated
     failures: Counter[str] = field(default_factory=Counter)  # failed trajectories by cause
     engines: dict[str, events.Stats] = field(default_factory=dict)  # the latest of each that serves
@@ -252,6 +253,7 @@ class Run:
         if kept := [group for group in event.groups if group not in self.dropped]:
             _contradiction(event, f"group {kept[0]} is requeued but was not dropped")
         self.requeued += event.groups
+        self.failing = [group for group in self.failing if group not in event.groups]
 
     def _on_finished(self, event: events.Finished) -> None:
         group = self._present(event, event.group)
@@ -263,6 +265,7 @@ class Run:
         group.oldest, group.newest, group.seconds = event.oldest, event.newest, event.seconds
         if event.failures:
             self._add_failures(group, event.failures)
+        self.failing.clear()
         self.tokens.on_finished(event, group.tokens)
 
     def _share(self, value: T) -> T:
@@ -282,6 +285,8 @@ class Run:
             group.dropped = self.dropped[group.id] = event.reason
             if event.failures:
                 self._add_failures(group, event.failures)
+            if event.reason == DropReason.FAILED:
+                self.failing.append(group.id)
         all_finished = all(group.ref is not None for group in groups)
         self.tokens.on_dropped(event, sum(group.tokens for group in groups), all_finished)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headway.control.buffer import Buffer
 from headway.control.staleness import StalenessControl
 from headway.errors import InvariantBroken
-from headway.types import DropReason, Failure, Group
+from headway.types import Failure, Group
 
 repeatable = settings(derandomize=True, deadline=None, database=None, max_examples=100)
 
@@ -112,9 +112,8 @@ async def test_dropping_the_straggler_wakes_the_taker() -> None:
     buffer.put(group(2))
     await settle()
     assert not taker.done()
-    assert buffer.drop(0, DropReason.FAILED) is None
+    assert buffer.drop(0) is None
     assert ids(await taker) == [1, 2]
-    assert buffer.num_dropped == {DropReason.FAILED: 1}
 
 
 @in_loop
@@ -123,10 +122,10 @@ async def test_a_dropped_group_is_never_handed_out_whether_waiting_or_already_co
     taker = asyncio.create_task(buffer.take_batch())
     buffer.put(group(0))
     await settle()
-    collected = buffer.drop(0, DropReason.FAILED)
+    collected = buffer.drop(0)
     assert collected is not None and collected.id == 0
     buffer.put(group(2))
-    waiting = buffer.drop(2, DropReason.FAILED)
+    waiting = buffer.drop(2)
     assert waiting is not None and waiting.id == 2
     buffer.put(group(1))
     await settle()
@@ -198,21 +197,20 @@ def test_a_group_is_put_once_and_only_while_it_is_in_flight() -> None:
     with pytest.raises(InvariantBroken, match="group 0 finished twice"):
         buffer.put(group(0))
     assert ids(asyncio.run(buffer.take_batch())) == [0]
-    buffer.drop(1, DropReason.FAILED)
+    buffer.drop(1)
     for gone in (0, 1, 3):
         with pytest.raises(InvariantBroken, match=f"group {gone} finished twice, or after it left"):
             buffer.put(group(gone))
     with pytest.raises(InvariantBroken, match="not in flight"):
-        buffer.drop(1, DropReason.FAILED)
-    assert buffer.num_dropped[DropReason.FAILED] == 1
+        buffer.drop(1)
 
 
-def test_a_restored_buffer_hands_out_what_the_lost_one_would_have() -> None:
-    staleness = StalenessControl.restore(2, 3, 2, num_admitted=7, trained={0, 1}, dropped={3}, taken=set())
-    buffer = Buffer.restore(staleness, [group(5), group(2), group(4)], {DropReason.SKIPPED: 1})
-    assert buffer.num_ready == 3 and buffer.num_dropped == {DropReason.SKIPPED: 1}
+def test_the_buffer_of_a_resumed_run_hands_out_what_the_lost_one_would_have() -> None:
+    buffer = Buffer(StalenessControl.restore(2, 3, 2, num_admitted=7, trained={0, 1}, dropped={3}))
+    for group_id in (5, 2, 4):
+        buffer.put(group(group_id))
     assert ids(asyncio.run(buffer.take_batch())) == [2, 4]
-    staleness.trained([2, 4])
+    buffer.staleness.trained([2, 4])
     buffer.put(group(6))
     assert ids(asyncio.run(buffer.take_batch())) == [5, 6]
 
@@ -227,7 +225,7 @@ async def run_at_random(batch_groups: int, window: int | None, chance: random.Ra
         for group_id in chance.sample(running, chance.randint(1, min(3, len(running)))):
             running.remove(group_id)
             if chance.random() < 0.15:
-                buffer.drop(group_id, DropReason.FAILED)
+                buffer.drop(group_id)
             else:
                 watched.finished.add(group_id)
                 buffer.put(group(group_id))

@@ -8,7 +8,6 @@ Invariant 14: crash safety, after whatever event it comes.
 
 import asyncio
 import json
-import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from stage import MakeStage, Stage, StandInRewards, StandInTrainer, drawn_pace
+from stage import MakeStage, Stage, StandInRewards, StandInTrainer, crash_after, drawn_pace
 from system import check_finished, check_record
 
 from headway.control.adaptive import AdaptiveStaleness
@@ -333,20 +332,6 @@ def test_invariant_14_a_crash_after_any_event_loses_nothing(make_stage: MakeStag
     trained = [event.digest for event in resumed if event.kind == "trained"]
     kept = [event.digest for event in events[:num_kept] if event.kind == "trained"]
     assert trained[: len(kept)] == kept
-
-
-def crash_after(num_events: int, run: Stage, into: Stage) -> None:
-    """What the disk holds when a run is killed right after one of its events: the log so far, and its checkpoints."""
-    into.directory.mkdir()
-    shutil.copytree(run.directory / "record", into.directory / "record")
-    lines = (run.directory / "events.jsonl").read_text().splitlines(keepends=True)
-    (into.directory / "events.jsonl").write_text("".join(lines[:num_events]))
-    for slot in ("a", "b"):
-        (into.directory / "checkpoint" / slot).mkdir(parents=True)
-    for event in read(into.directory / "events.jsonl"):
-        if event.kind == "checkpointed":
-            state = [event.version, run.trainer.weights_at[event.version]]
-            (into.directory / "checkpoint" / event.slot / "state.json").write_text(json.dumps(state))
 
 
 def test_a_resume_that_trains_to_other_weights_is_refused(make_stage: MakeStage) -> None:

@@ -1,9 +1,10 @@
 """Groups that are replaced instead of trained; Eq. 3 stays exact, and what filters everything ends the run."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from stage import MakeStage, StandInRewards
+from stage import MakeStage, StandInRewards, crash_after
 from system import check_finished, check_record
 from training import make_group
 
@@ -11,6 +12,7 @@ from headway.algorithm import AlgorithmSection, drop_reason
 from headway.control.filters import GroupFilter
 from headway.errors import RunFailed
 from headway.record.log import read
+from headway.record.run import fold
 from headway.rollout.reward_pool import Verdict
 from headway.types import DropReason
 
@@ -75,6 +77,25 @@ def test_a_curriculum_passes_over_the_prompts_of_replaced_groups_and_tries_them_
     resumed.restore(history)
     for prompt, found in fates.items():
         assert resumed.rests(prompt) == ("zero_variance" in found[-2:])
+
+
+def test_invariant_14_a_group_that_was_to_be_replaced_is_not_trained_because_of_a_crash(make_stage: MakeStage) -> None:
+    """The crash comes between the event that a group finished and the one that it was dropped."""
+    sections = {
+        "run": {"steps": 4},
+        "staleness": {"max_staleness": 0},
+        "algorithm": {"drop_zero_variance": True},
+    }
+    whole = make_stage(sections, rewards=Constant())
+    events = whole.run()
+    pairs = list(enumerate(pairwise(events), 1))
+    cuts = [place for place, (one, other) in pairs if (one.kind, other.kind) == ("finished", "dropped")]
+    assert len(cuts) > 3
+    for num_kept in cuts:
+        crashed = make_stage(sections, rewards=Constant())
+        crash_after(num_kept, whole, crashed)
+        state = check_finished(crashed.config, crashed.run())
+        assert state.digests == fold(events).digests
 
 
 def test_filters_that_leave_nothing_end_the_run_with_a_sentence(make_stage: MakeStage) -> None:

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from stage import MakeStage, Stage, StandInRewards, kinds, steps_done, timed_engines
+from stage import MakeStage, Stage, StandInRewards, crash_after, kinds, steps_done, timed_engines
 from system import check_finished
 
 from headway.control.controller import Controller
 from headway.engine.fake import FakeEngine
 from headway.errors import RunFailed
+from headway.record.events import Event
+from headway.record.run import Run, fold
 from headway.types import Chunk, Completion, Request, WeightUpdate
 
 
@@ -131,10 +133,15 @@ def test_9_a_group_with_older_tokens_than_its_admission_is_dropped_with_that_rea
                     item = replace(item, versions=np.zeros_like(item.versions))
                 yield item
 
-    stage = make_stage({"run": {"steps": 5}, "staleness": {"max_staleness": 0}}, engines=[Backdated(mean_tokens=6.0)])
+    sections = {"run": {"steps": 5}, "staleness": {"max_staleness": 0}}
+    stage = make_stage(sections, engines=[Backdated(mean_tokens=6.0)])
     events = stage.run()
     state = check_finished(stage.config, events)
     assert state.dropped == {7: "too_old"}
+    # Also where a crash comes before the event that it was dropped.
+    crashed = make_stage(sections)
+    crash_after(next(event.seq for event in kinds(events, "dropped")), stage, crashed)
+    assert check_finished(crashed.config, crashed.run()).dropped == {7: "too_old"}
 
 
 class Outage(StandInRewards):
@@ -163,6 +170,29 @@ def test_11_a_reward_outage_pauses_admission_and_no_prompt_is_lost(make_stage: M
     assert len(requeued) < 5 * 3 + 4 + 12, "what was in flight, and then one group at a time"
 
 
+@pytest.mark.parametrize("num_failed", [1, 3])
+def test_11_an_outage_before_the_first_step_survives_a_crash_without_losing_a_prompt(
+    make_stage: MakeStage, num_failed: int
+) -> None:
+    """The run is killed as the outage begins, and resumed while it lasts."""
+    sections = {"run": {"steps": 6}, "trainer": {"batch_groups": 5}, "staleness": {"max_staleness": 4}}
+    stage = make_stage(sections, rewards=Outage(first=6, num=60))
+    stage.prepared = replace(stage.prepared, held_out=[])
+    events = stage.run()
+    assert not state_before(events, kinds(events, "requeued")[0]).num_trained
+    crashed = make_stage(sections, rewards=Outage(first=0, num=40))
+    crashed.prepared = replace(crashed.prepared, held_out=[])
+    crash_after(kinds(events, "dropped")[num_failed - 1].seq + 1, stage, crashed)
+    resumed = crashed.run()
+    state = check_finished(crashed.config, resumed)
+    requeued = [group for event in kinds(resumed, "requeued") for group in event.groups]
+    assert state.dropped and set(requeued) == set(state.dropped) and not state.requeued
+
+
+def state_before(events: list[Event], event: Event) -> Run:
+    return fold(events[: event.seq])
+
+
 def test_11_an_outage_that_does_not_end_is_named(make_stage: MakeStage) -> None:
     stage = make_stage({"run": {"steps": 30, "deadline_s": 0.3}}, rewards=Outage(first=40, num=10**9))
     stage.prepared = replace(stage.prepared, held_out=[])
@@ -179,11 +209,5 @@ def test_16_a_take_wakes_admission_under_a_limit_on_groups(make_stage: MakeStage
         "staleness": {"max_staleness": 4},
     }
     events = make_stage(sections, engines=timed_engines(1, 0.002)).run()
-    between, num_overlapping = 0, 0
-    for event in events:
-        between += event.kind == "admitted"
-        if event.kind == "taken":
-            num_overlapping += between > 4
-            between = 0
     first = [event.kind for event in events].index("taken")
     assert [event.kind for event in events[:first]].count("admitted") > 4

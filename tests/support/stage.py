@@ -5,6 +5,7 @@ Rollout workers are real. A `StageRuntime` starts all of them, again too, and ca
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -338,6 +339,20 @@ def stage_maker(model: str, home: Path) -> MakeStage:
         return Stage(prepared, trainer, **options)
 
     return make
+
+
+def crash_after(num_events: int, run: "Stage", into: "Stage") -> None:
+    """What the disk holds when a run is killed right after one of its events: the log so far, and its checkpoints."""
+    into.directory.mkdir()
+    shutil.copytree(run.directory / "record", into.directory / "record")
+    lines = (run.directory / "events.jsonl").read_text().splitlines(keepends=True)
+    (into.directory / "events.jsonl").write_text("".join(lines[:num_events]))
+    for slot in ("a", "b"):
+        (into.directory / "checkpoint" / slot).mkdir(parents=True)
+    for event in read(into.directory / "events.jsonl"):
+        if event.kind == "checkpointed":
+            state = [event.version, run.trainer.weights_at[event.version]]
+            (into.directory / "checkpoint" / event.slot / "state.json").write_text(json.dumps(state))
 
 
 def drawn_pace(seed: int) -> Callable[[], Awaitable[None]]:
