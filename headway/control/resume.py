@@ -47,7 +47,7 @@ def progress_from(staleness: StalenessControl, section: StalenessSection, log: R
     if decided and (last := decided[-1]) and run.eta != last.after:  # the run ended between a step and its decision
         log.append(last)
     staleness.adapt(adaptive.eta)
-    accuracies = [event.accuracy for event in run.all(Evaluated) if event.accuracy is not None]
+    of_models = [event for event in run.all(Evaluated) if event.label != "before"]
     return Progress(
         version=run.num_trained,
         staleness=staleness,
@@ -63,7 +63,7 @@ def progress_from(staleness: StalenessControl, section: StalenessSection, log: R
         untrained_batch=tuple(log.record.load(run.ref(group)) for group in untrained) if untrained else None,
         num_checkpoints=len(run.all(Checkpointed)),
         evaluated_before=any(event.label == "before" for event in run.all(Evaluated)),
-        best_accuracy=max(accuracies, default=None),
+        best_accuracy=max((one.accuracy for one in of_models if one.accuracy is not None), default=None),
         resumes=True,
         lost_tokens=run.tokens.in_flight,
     )

@@ -15,10 +15,10 @@ from pathlib import Path
 from headway.config import Config
 from headway.control.run_directory import BEST_MODEL, MODEL
 from headway.control.trainer_worker import TrainerWorker
-from headway.errors import SaveFailed
+from headway.errors import SaveFailed, first_line
 from headway.record.events import Checkpointed, CheckpointFailed, Warned
 from headway.record.shards import RunLog
-from headway.training.checkpoint import slot_for
+from headway.training.checkpoint import replace, slot_for
 from headway.training.ranks import RankedTrainer
 
 _CANDIDATE = "model-candidate"
@@ -45,6 +45,7 @@ class Saving:
         self.written_version = 0  # of the newest whole checkpoint this process wrote
         self.model_version = -1
         self.best_accuracy = best_accuracy
+        shutil.rmtree(directory / _CANDIDATE, ignore_errors=True)  # of an evaluation that a crash ended
 
     async def save(
         self, version: int, tasks: asyncio.TaskGroup, checkpoints: bool = True, set_aside: bool = False
@@ -114,7 +115,12 @@ class Saving:
 
     async def set_aside(self) -> None:
         """The latest model becomes the best one if the evaluation of it says so."""
-        await asyncio.to_thread(_link, self._directory / MODEL, self._directory / _CANDIDATE)
+        # The best model is worth less than the run.
+        try:
+            await asyncio.to_thread(_link, self._directory / MODEL, self._directory / _CANDIDATE)
+        except OSError as error:
+            self._log.append(Warned(message=f"the model under evaluation cannot be kept aside: {first_line(error)}"))
+            await asyncio.to_thread(shutil.rmtree, self._directory / _CANDIDATE, True)
 
     async def judge(self, accuracy: float | None) -> None:
         """The evaluation of the candidate has ended, without an accuracy if it was given up."""
@@ -123,7 +129,7 @@ class Saving:
         is_best = accuracy is not None and (self.best_accuracy is None or accuracy > self.best_accuracy)
         if is_best and candidate.exists():
             self.best_accuracy = accuracy
-            await asyncio.to_thread(_replace, candidate, self._directory / BEST_MODEL)
+            await asyncio.to_thread(replace, candidate, self._directory / BEST_MODEL)
         await asyncio.to_thread(shutil.rmtree, candidate, True)
 
 
@@ -134,12 +140,14 @@ async def _copy(with_state: bool, trainer: RankedTrainer) -> RankedTrainer:
     return trainer
 
 
-def _replace(new: Path, old: Path) -> None:
-    shutil.rmtree(old, ignore_errors=True)
-    os.replace(new, old)
-
-
 def _link(source: Path, target: Path) -> None:
-    """A copy that takes no space: model files are replaced, never changed."""
+    """A copy that takes no space where the disk has hard links: model files are replaced, never changed."""
     shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(source, target, copy_function=os.link)
+    shutil.copytree(source, target, copy_function=_link_or_copy)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from headway.engine.fake import FakeEngine
 from headway.errors import RunFailed
 from headway.record.events import Event
 from headway.record.run import Run, fold
-from headway.types import Chunk, Completion, Request, WeightUpdate
+from headway.types import Chunk, Completion, Request, Verdict, WeightUpdate
 
 
 @pytest.mark.parametrize("at_turn", [0, 3, 30])
@@ -211,3 +213,46 @@ def test_16_a_take_wakes_admission_under_a_limit_on_groups(make_stage: MakeStage
     events = make_stage(sections, engines=timed_engines(1, 0.002)).run()
     first = [event.kind for event in events].index("taken")
     assert [event.kind for event in events[:first]].count("admitted") > 4
+
+
+class Disappointing(StandInRewards):
+    """The first evaluation, of the model that the run begins with, finds everything right."""
+
+    async def verify(self, task: dict[str, object], text: str, source: str = "") -> Verdict:
+        found = await super().verify(task, text, source)
+        return Verdict(1.0, "", 0.0) if self.num_verdicts <= 6 else found
+
+
+def best_model(stage: Stage) -> int:
+    return int(json.loads((stage.directory / "model-best" / "model.safetensors").read_text())[0])
+
+
+def best_evaluated(events: list[Event]) -> int:
+    evaluated = [event for event in kinds(events, "evaluated") if event.label != "before"]
+    return int(max(evaluated, key=lambda event: event.accuracy).version)
+
+
+def leave_candidate(directory: Path) -> None:
+    """What a run that is killed while it evaluates leaves behind."""
+    (directory / "model-candidate").mkdir(parents=True)
+    (directory / "model-candidate" / "model.safetensors").write_text("[99]")
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_30_the_best_model_is_that_of_the_best_evaluation_also_after_a_crash(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    if not has_links:
+        monkeypatch.setattr(os, "link", lambda source, target: os.stat("/dev/null/no-links-on-this-disk"))
+    sections = {"run": {"steps": 6}, "evaluate": {"every": 1}}
+    whole = make_stage(sections, rewards=Disappointing())
+    leave_candidate(whole.directory)
+    events = whole.run()
+    assert kinds(events, "evaluated")[0].accuracy == 1.0
+    assert best_model(whole) == best_evaluated(events)
+    crashed = make_stage(sections)
+    crash_after(kinds(events, "trained")[1].seq, whole, crashed)
+    leave_candidate(crashed.directory)
+    resumed = crashed.run()
+    assert best_model(crashed) == best_evaluated(resumed)
+    assert not (crashed.directory / "model-candidate").exists()
