@@ -4,6 +4,7 @@ Errors written for people are printed as their one sentence; anything else is a 
 """
 
 import asyncio
+import errno
 import os
 import runpy
 import shlex
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _OVERRIDES: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+_OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+"""No bugs: a full, limited, read-only or broken disk, whatever was being written."""
 
 _KNOBS = "Every knob of a config can be given as --section.key=value; `headway knobs [FILTER]` lists them."
 
@@ -56,6 +60,14 @@ def main() -> None:
             _ignore_signals()
     except HeadwayError as error:
         _complain(error)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in _OF_A_DISK:
+            raise
+        said = (
+            f"cannot write {error.filename or 'a file'}: {error.strerror}; make room or repair the disk, then try again"
+        )
+        _complain(HeadwayError(said))
         sys.exit(1)
     except KeyboardInterrupt:  # a further one, while the run was ending
         sys.exit(130)

@@ -32,7 +32,7 @@ from headway.monitor.metrics import Metrics, check_tools
 from headway.monitor.report import Summary, write_report
 from headway.monitor.view import View
 from headway.record.events import Ended, ResumeStarted, RunStarted, Warned
-from headway.record.log import EVENTS_NAME
+from headway.record.log import EVENTS_NAME, writing
 from headway.record.phases import phase
 from headway.record.run import Run
 from headway.record.shards import RunLog
@@ -347,7 +347,8 @@ def _begin(prepared: Prepared, log: RunLog, run: Run, directory: Path) -> None:
         log.append(ResumeStarted(incarnation=len(run.clock.incarnations), hardware=hardware(), startup_s=startup_s))
         return
     recorded = plain(prepared.config)
-    (directory / "config.json").write_text(json.dumps(recorded, indent=2))
+    with writing(directory / "config.json"):
+        (directory / "config.json").write_text(json.dumps(recorded, indent=2))
     log.append(
         RunStarted(
             config=recorded,

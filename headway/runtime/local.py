@@ -16,9 +16,9 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
-from headway.errors import WorkerDied
+from headway.errors import CAUSE, HeadwayError, WorkerDied, translated
 from headway.runtime import channel
 from headway.runtime.handle import Handle, Peer, find_peer, join_run, leave_run, remote_methods
 from headway.runtime.launch import closed, describe_exit, execute, exit_error, open_arguments
@@ -61,12 +61,12 @@ class LocalRuntime:
 
     def __init__(self, log_dir: Path, deadline_s: float, silence_s: float = 0.0) -> None:
         self._log_dir, self._deadline_s, self._silence_s = log_dir, deadline_s, silence_s or deadline_s
-        log_dir.mkdir(parents=True, exist_ok=True)
         short = None if len(tempfile.gettempdir()) < _MAX_DIRECTORY else "/tmp"
         self._owner_file = log_dir / _SOCKETS_NAME
         self._remove_left_behind()
         self.directory = tempfile.mkdtemp(prefix=_PREFIX, dir=short)
         with suppress(OSError):  # on a full disk the next run cannot remove the directory
+            log_dir.mkdir(parents=True, exist_ok=True)
             self._owner_file.write_text(f"{os.getpid()} {self.directory}")
         self._token = secrets.token_bytes(channel.TOKEN_BYTES)
         join_run(self._run, self._token)
@@ -125,7 +125,8 @@ class LocalRuntime:
             for worker in list(self._workers):
                 self._forget(worker)
             shutil.rmtree(self.directory, ignore_errors=True)
-            self._owner_file.unlink(missing_ok=True)
+            with suppress(OSError):  # it, or all logs, may be gone
+                self._owner_file.unlink()
             leave_run(self._run)
 
     def _forget(self, worker: _Worker) -> None:
@@ -141,7 +142,7 @@ class LocalRuntime:
         log = self._log_dir / f"{name}.log"
         # The parent listens before the child exists, so no client connects too early.
         listener, address = self._listen()
-        with listener, log.open("ab") as output:
+        with listener, self._open_log(log) as output:
             log_offset = output.tell()  # the child moves the position they share
             process, lifeline = await execute(name, address, listener, output.fileno(), self._token, threads)
         worker = _Worker(find_peer(name, address, str(log)), process, lifeline, log_offset)
@@ -149,8 +150,15 @@ class LocalRuntime:
         self._workers.append(worker)
         return worker
 
+    def _open_log(self, log: Path) -> BinaryIO:
+        """To append to; somebody may have removed the directory of logs while the run goes on."""
+        with translated(OSError, HeadwayError, f"cannot write {log}: {CAUSE}; make room or repair the disk"):
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            return log.open("ab")
+
     def _listen(self) -> tuple[socket.socket, str]:
         self._num_started += 1
+        os.makedirs(self.directory, mode=0o700, exist_ok=True)  # a cleaner of temporary files may have removed it
         return channel.listen_on_path(self.directory, self._num_started)
 
     async def _watch(self, worker: _Worker) -> WorkerDied:

@@ -2,8 +2,12 @@
 
 import asyncio
 import io
+import re
+import resource
 import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,3 +122,18 @@ def test_an_interrupt_leaves_the_model_and_says_where(tmp_path: Path, tiny_model
         asyncio.run(asyncio.wait_for(train, DEADLINE_S))
     view.close()
     assert (Path(config.run.dir) / "model" / "model.safetensors").exists()
+
+
+def test_a_disk_that_is_full_from_the_start_is_a_sentence(tmp_path: Path, tiny_model: str) -> None:
+    """No file may be longer than a hundred bytes."""
+    path = write_config(tmp_path, tiny_model)
+    found = subprocess.run(
+        [sys.executable, "-m", "headway.cli", "train", path],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)),
+    )
+    assert found.returncode == 1
+    assert "Traceback" not in found.stderr
+    assert re.search(r"error: cannot write .*run/.*: File too large; make room or repair the disk", found.stderr)
