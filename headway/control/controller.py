@@ -203,11 +203,11 @@ class Controller:
         for group_id, (row, eta) in self._progress.unfinished.items():
             self._begin(self._admission(group_id, self._by_row[row], eta, self.version))
         while True:
-            started = time.time()
+            started = time.monotonic()
             while not self._has_room():
                 self._changed.clear()
                 await self._changed.wait()
-            self._admission_wait_s += time.time() - started
+            self._admission_wait_s += time.monotonic() - started
             version = self.engines.confirmed
             assert version is not None  # there is room
             if self._failures.is_outage:
@@ -272,7 +272,7 @@ class Controller:
 
     async def _generate(self, admission: Admission) -> None:
         """One group from admission to the buffer, or to its drop."""
-        started = time.time()
+        started = time.monotonic()
         group = await self.rollout.run(admission)
         if not group.trajectories:
             self._drop((group.id,), DropReason.FAILED, FailedTrajectory.of(group))
@@ -281,7 +281,7 @@ class Controller:
                 self.log.append(Requeued(groups=again, reason=reason))
             return
         self._failures.succeeded()
-        self.log.finished(group, seconds=time.time() - started)
+        self.log.finished(group, seconds=time.monotonic() - started)
         self._keep(group, admission.version)
 
     def _keep(self, group: Group, admitted_at: int) -> None:
@@ -311,11 +311,11 @@ class Controller:
         """Consumes batches; waits for B groups in the window; produces a version each, and its weights."""
         self._is_training = True
         while self.version < self.config.run.steps:
-            started = time.time()
+            started = time.monotonic()
             groups = self._progress.untrained_batch or await self._take_batch()
             if self.is_stopped:
                 break
-            wait_s = time.time() - started
+            wait_s = time.monotonic() - started
             self._trainer_wait_s += wait_s
             batch = Batch(self.version, groups)
             if self._progress.untrained_batch is None:

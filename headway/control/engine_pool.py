@@ -250,9 +250,9 @@ class EnginePool:
         update = published.update
         if update is None:
             return
-        started = time.time()
+        started = time.monotonic()
         await worker.stage_weights(update)
-        stage_s = time.time() - started
+        stage_s = time.monotonic() - started
         report = await worker.swap(update.version, self._config.engine.kv_on_swap)
         wrong = [key for key, value in update.fingerprints.items() if report.fingerprints.get(key) != value]
         if wrong and report.fingerprints:

@@ -77,7 +77,7 @@ async def change_config(config: Config, log: RunLog, run: Run, directory: Path) 
         return
     if run.num_trained and changes_arithmetic(found):
         before = {**run.config, "run": config.run, "ray": config.ray}
-        slot, started = slot_for(len(run.all(Checkpointed))), time.time()
+        slot, started = slot_for(len(run.all(Checkpointed))), time.monotonic()
         async with open_runtime(config, directory) as runtime:
             with phase(log.append, "retraining with the knobs of the record"):
                 trainer = await start_trainer(runtime, Config.model_validate(before), None)
@@ -85,7 +85,7 @@ async def change_config(config: Config, log: RunLog, run: Run, directory: Path) 
                 await retrain(log.record.load, run, trainer, version, lambda done, total: None, log.append)
                 await trainer.snapshot()
                 await trainer.save(str(directory / "checkpoint" / slot))
-        log.append(Checkpointed(version=run.num_trained, slot=slot, seconds=time.time() - started))
+        log.append(Checkpointed(version=run.num_trained, slot=slot, seconds=time.monotonic() - started))
     log.append(ConfigChanged(version=run.num_trained, changes=found))
 
 

@@ -54,10 +54,10 @@ class Saving:
 
         With `set_aside` the model is the candidate of the evaluation that begins now.
         """
-        started = time.time()
+        started = time.monotonic()
         await self.written()
         source = await self._trainer.call(partial(_copy, checkpoints))
-        stall_s = time.time() - started
+        stall_s = time.monotonic() - started
         self._writing = tasks.create_task(self._write(version, source, stall_s, checkpoints, set_aside))
 
     async def written(self) -> None:
@@ -83,7 +83,7 @@ class Saving:
             await self.set_aside()
 
     async def _write_checkpoint(self, version: int, source: RankedTrainer, stall_s: float) -> None:
-        started, slot = time.time(), slot_for(self._num_checkpoints)
+        started, slot = time.monotonic(), slot_for(self._num_checkpoints)
         await self._log.flush()
         # A full disk may have room later; the other slot and the record lead to the same weights until then.
         try:
@@ -92,13 +92,13 @@ class Saving:
             self._log.append(CheckpointFailed(version=version, slot=slot, cause=str(error)))
             self._failed.append(started)
             too_many = len(self._failed) > self._config.supervise.max_failures
-            if too_many and time.time() - self._failed[0] > _GRACE_S:
+            if too_many and time.monotonic() - self._failed[0] > _GRACE_S:
                 raise
             return
         self._failed.clear()
         self._num_checkpoints += 1
         self.written_version = version
-        seconds = time.time() - started
+        seconds = time.monotonic() - started
         self._log.append(Checkpointed(version=version, slot=slot, seconds=seconds, stall_s=stall_s))
 
     async def _write_slot(self, version: int, slot: str, source: RankedTrainer, trainer: RankedTrainer) -> None:

@@ -128,7 +128,7 @@ class Supervisor:
         """Start the next incarnation; a worker that dies or hangs while it starts is one more failure."""
         self._supervised[supervised.name] = supervised
         while True:
-            begun = time.time()
+            begun = time.monotonic()
             try:
                 supervised.started(await supervised.start())
             except HeadwayError as error:
@@ -139,8 +139,9 @@ class Supervisor:
                 if not await self._back_off(supervised, error):
                     raise self._too_often(supervised.name, error) from error
                 continue
-            now, name = time.time(), f"starting {supervised.name}"
-            self._emit(Phase(time=now, name=name, state="finished", seconds=now - begun))
+            seconds = time.monotonic() - begun
+            name = f"starting {supervised.name}"
+            self._emit(Phase(time=time.time(), name=name, state="finished", seconds=seconds))
             assert supervised.worker is not None
             return supervised.worker
 

@@ -294,7 +294,9 @@ def _damage(path: str | Path, number: int, line: bytes) -> str:
 
 def _unknown(path: str | Path, number: int, line: bytes, error: Exception) -> str:
     """Error sentence for JSON that is no event: written by another version of Headway, or edited."""
-    values = msgspec.json.decode(line)
+    values: Any = None
+    with suppress(UnicodeDecodeError, RecursionError):  # what is wrong is then said anyway
+        values = msgspec.json.decode(line)
     if number == 1 and isinstance(values, dict) and values.get("format") != FORMAT:
         found = values.get("format", 1)
         return (

@@ -18,16 +18,16 @@ def phase(emit: Callable[[Event], object], name: str) -> Iterator[Callable[[int,
         with phase(log.append, "starting workers") as progress:
             progress(1, 3)
     """
-    started = announced = time.time()
+    started = announced = time.monotonic()
 
     def say(state: str, done: int = 0, total: int = 0) -> None:
-        now = time.time()
-        emit(Phase(time=now, name=name, state=state, done=done, total=total, seconds=now - started))
+        seconds = time.monotonic() - started
+        emit(Phase(time=time.time(), name=name, state=state, done=done, total=total, seconds=seconds))
 
     def progress(done: int, total: int) -> None:
         nonlocal announced
-        if time.time() - announced >= PROGRESS_EVERY_S:
-            announced = time.time()
+        if time.monotonic() - announced >= PROGRESS_EVERY_S:
+            announced = time.monotonic()
             say("progress", done, total)
 
     say("started")

@@ -12,13 +12,13 @@ class StatsMeter:
     """One for each incarnation of the run. Counters that it has not seen before count from zero."""
 
     def __init__(self) -> None:
-        self._began = time.time()
+        self._began = time.monotonic()
         self._last: dict[str, tuple[float, EngineStats]] = {}
         self._waits_s = 0.0, 0.0
 
     def begin(self, engine: str) -> None:
         """A new incarnation of an engine serves: its counters start from zero."""
-        self._last[engine] = time.time(), _ZERO
+        self._last[engine] = time.monotonic(), _ZERO
 
     def measure(
         self,
@@ -31,13 +31,13 @@ class StatsMeter:
 
         `queues` are the groups in flight and ready; `waits_s` the total waits so far for admission and of the trainer.
         """
-        now = time.time()
+        now = time.monotonic()
         since, before = self._last.get(engine, (self._began, _ZERO))
         self._last[engine] = now, stats
         event = Stats(
             engine=engine,
             version=stats.version,
-            seconds=max(0.0, now - since),
+            seconds=now - since,
             generated=stats.num_generated - before.num_generated,
             prefilled=stats.num_prefilled - before.num_prefilled,
             recomputed=stats.num_recomputed - before.num_recomputed,

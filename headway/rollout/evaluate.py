@@ -94,7 +94,7 @@ async def evaluate(
     on_group: Callable[[Prompt, Group], None] = lambda prompt, group: None,
 ) -> Evaluation:
     """`samples` completions of each prompt, by `run`, at most `concurrency` at a time."""
-    started = time.time()
+    started = time.monotonic()
     room = asyncio.Semaphore(max(1, concurrency // samples))
     num_done = 0
 
@@ -109,7 +109,7 @@ async def evaluate(
         return group
 
     groups = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
-    settled = version, tuple(pass_at), time.time() - started
+    settled = version, tuple(pass_at), time.monotonic() - started
     sources = dict.fromkeys(prompt.source for prompt in prompts)
     by_source = {source: [group for group in groups if group.source == source] for source in sources}
     tasks = [_figures(own, source, *settled) for source, own in by_source.items()] if len(sources) > 1 else []

@@ -149,7 +149,7 @@ class Trainer:
         The report is of all ranks together, and the same on each but for its times. The step starts over in smaller
         micro-batches when memory runs out, and with a smaller gradient scale when fp16 gradients overflow.
         """
-        started = time.time()
+        started, clock = time.time(), time.monotonic()
         check_batch(batch, self.version, self.worst_staleness)
         ranks, chosen = self.ranks, self.algorithm.chosen
         if not self._has_trained:
@@ -180,7 +180,7 @@ class Trainer:
             skipped=skipped,
             num_tokens=batch.num_sampled,
             started=started,
-            seconds=time.time() - started,
+            seconds=time.monotonic() - clock,
             metrics=self.algorithm.report(metrics)
             | share.figures
             | learned

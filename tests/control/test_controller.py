@@ -8,8 +8,10 @@ Invariant 14: crash safety, after whatever event it comes.
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -483,3 +485,16 @@ def test_an_error_is_never_a_reward_in_a_held_out_measurement(make_stage: MakeSt
         stage.run()
     (before,) = [event for event in read(stage.directory / "events.jsonl") if event.kind == "evaluated"]
     assert before.num == 0 and before.accuracy is None
+
+
+def test_a_clock_that_is_set_back_makes_no_duration_negative(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hours = count()
+    monkeypatch.setattr(time, "time", lambda: 1.8e9 - 3600 * next(hours))
+    sections = {"run": {"steps": 6}, "evaluate": {"every": 2}, "checkpoint": {"every": 2}}
+    events = make_stage(sections).run()
+    assert events[-1].time < events[0].time - 86400
+    named = ("seconds", "stall_s", "stage_s", "wait_s", "admission_wait_s", "trainer_wait_s")
+    durations = [getattr(event, name) for event in events for name in named if hasattr(event, name)]
+    assert len(durations) > 50 and min(durations) >= 0

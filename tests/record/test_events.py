@@ -170,6 +170,8 @@ def test_garbage_at_the_very_end_is_cut_off(tmp_path: Path, tail: bytes) -> None
         pytest.param(lambda lines: lines[2].replace(b"admitted", b"adopted"), id="another version's kind"),
         pytest.param(lambda lines: lines[2].replace(b'"eta":4', b'"eta":"four"'), id="a wrongly typed field"),
         pytest.param(lambda lines: lines[2].replace(b',"eta":4', b""), id="a missing field"),
+        pytest.param(lambda lines: lines[2].replace(b'"eta"', b'"et\xff"'), id="a name that is no text"),
+        pytest.param(lambda lines: b"[" * 100_000 + b"\n", id="deeper than can be read"),
     ],
 )
 @pytest.mark.parametrize("block", [1, log._BLOCK])
