@@ -99,9 +99,13 @@ def kind_of(error: BaseException) -> str:
     return f"{type(error).__name__}{where}"
 
 
+_LONGEST_SENTENCE = 1000
+"""Characters of what user code says: it goes into the event log, for each trajectory that fails."""
+
+
 def describe(error: BaseException) -> str:
     """Type, place and message of an error on one line: KeyError at task.py:12: 'answer'."""
     said = ""
     with suppress(Exception):  # it may be of a class of the user's
-        said = " ".join(str(error).split())
+        said = " ".join(str(error)[:_LONGEST_SENTENCE].split())
     return kind_of(error) + (f": {said}" if said else "")

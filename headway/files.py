@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -17,6 +17,13 @@ def fsync_directory(directory: Path) -> None:
     """Make the names of new files durable; fsync of a file covers its bytes alone."""
     with opened(directory) as fd:
         os.fsync(fd)
+
+
+def is_at(fd: int, path: str | Path) -> bool:
+    """Whether the open file is still the one at this path."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    return False
 
 
 @contextmanager

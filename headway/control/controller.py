@@ -19,7 +19,6 @@ Invariants that live here:
 """
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -476,15 +475,12 @@ class Controller:
 
     async def _watch_directory(self) -> None:
         """Consumes resize requests; produces engines that join or leave. Notices when the directory is deleted."""
-        own = os.stat(self.log.path).st_ino
         while True:
             await asyncio.sleep(_POLL_S)
             if (count := take(self.directory)) is not None:
                 await self.engines.resize(count)
-            with suppress(FileNotFoundError):
-                if os.stat(self.log.path).st_ino == own:
-                    continue
-            raise RunFailed(f"{self.log.path} was deleted or replaced while the run wrote it; start the run again")
+            if lost := self.log.lost_file():
+                raise RunFailed(f"{lost} was deleted, replaced or cut while the run wrote it; start the run again")
 
     def _load(self) -> RunLoad:
         queues = len(self._generating), self.buffer.num_ready

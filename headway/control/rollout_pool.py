@@ -4,12 +4,14 @@ Rollout workers get the set of engines whenever it changes, the newest version b
 and the engines' loads and limits periodically; one that is restarted gets all of that before its first group.
 
 Invariants that live here:
-  2. Conservation: the groups of a rollout worker that fails are generated again under their ids, by another one.
+  2. Conservation: the groups of a rollout worker that fails are generated again under their ids, by another one, or
+     dropped with that reason.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,7 +27,10 @@ from headway.rollout.reward_pool import RewardPool
 from headway.rollout.router import EngineFault, Retry, RolloutStats
 from headway.rollout.worker import RolloutWorker
 from headway.runtime.gather import together
-from headway.types import Admission, Group
+from headway.types import Admission, Failure, Group
+
+_NUM_SUSPECTS = 8
+"""Groups that run at one time of those that were on two workers as these were lost."""
 
 
 @dataclass
@@ -54,6 +59,8 @@ class RolloutPool:
         self.engines = EngineSet()
         self.faults: asyncio.Queue[EngineFault] = asyncio.Queue()
         self._waits = waits.WaitWatch(config, time.monotonic())
+        no_limit = nullcontext()
+        self._rooms = no_limit, no_limit, asyncio.Semaphore(_NUM_SUSPECTS), asyncio.Semaphore(1)
 
     async def start(self) -> None:
         workers: list[Supervised[Any]] = [self._rewards, *self._workers.values()]
@@ -86,20 +93,36 @@ class RolloutPool:
         return group
 
     async def _run(self, admission: Admission) -> Group:
-        is_training = admission.stream == "train"
-        while True:
-            chosen = await self._choose(admission.group)
-            worker, groups = await chosen.get(), self._groups[chosen.name]
-            if is_training:
-                groups.append(admission.group)
-            try:
-                group = await worker.run(admission)
-            except WorkerDied as error:
-                chosen.fail(worker, error)  # the event of its failure lists the groups it had
-                continue
-            if is_training:
-                groups.remove(admission.group)
-            return group
+        """Again on the next worker when one is lost. What a workflow does may be why: a group that was there each time
+        runs with few others, then alone, and is given up when that worker is lost too."""
+        for room in self._rooms:
+            async with room:
+                if (group := await self._try(admission)) is not None:
+                    return group
+        reason = f"workflow: {len(self._rooms)} rollout workers were lost while they ran this group"
+        return Group(
+            id=admission.group,
+            prompt_index=admission.prompt.index,
+            eta=admission.eta,
+            size=admission.size,
+            trajectories=(),
+            failures=tuple(Failure(index, reason, 0) for index in range(admission.size)),
+            source=admission.prompt.source,
+        )
+
+    async def _try(self, admission: Admission) -> Group | None:
+        """None if the worker is lost."""
+        chosen = await self._choose(admission.group)
+        worker, groups = await chosen.get(), self._groups[chosen.name]
+        groups += [admission.group] * (admission.stream == "train")
+        try:
+            group = await worker.run(admission)
+        except WorkerDied as error:
+            chosen.fail(worker, error)  # the event of its failure lists the groups it had
+            return None
+        if admission.stream == "train":
+            groups.remove(admission.group)
+        return group
 
     async def _choose(self, group: int) -> Supervised[RolloutWorker]:
         """Round-robin among those that serve."""

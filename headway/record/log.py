@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, TypeVar, Union
 import msgspec
 
 from headway.errors import CAUSE, DeadlineExceeded, HeadwayError, translated
-from headway.files import fsync_directory, opened, write_all
+from headway.files import fsync_directory, is_at, opened, write_all
 from headway.record.events import FORMAT, KINDS, Event
 
 EVENTS_NAME = "events.jsonl"
@@ -79,6 +79,7 @@ class EventLog:
         self._deadline_s = deadline_s
         self._fd = _open_locked(self.path)
         self._next_seq = self._cut_torn_tail()
+        self._num_bytes = 0
         self._subscribers: list[Callable[[Event], None]] = []
         self._wake = threading.Condition()  # guards the four that follow
         self._lines: list[bytes] = []
@@ -129,6 +130,11 @@ class EventLog:
         os.close(self._fd)
         if self._failure:
             raise self._failure
+
+    def lost_file(self) -> Path | None:
+        """The file, if it was deleted, replaced or cut since it was opened."""
+        num_bytes, self._num_bytes = self._num_bytes, os.fstat(self._fd).st_size
+        return None if is_at(self._fd, self.path) and num_bytes <= self._num_bytes else self.path
 
     def _request_flush(self) -> "futures.Future[None]":
         done: futures.Future[None] = futures.Future()

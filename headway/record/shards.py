@@ -27,7 +27,7 @@ import xxhash
 
 from headway import codec
 from headway.errors import CAUSE, ConfigError, HeadwayError, translated
-from headway.files import fsync_directory, write_all
+from headway.files import fsync_directory, is_at, write_all
 from headway.record.events import FailedTrajectory, Finished, Place
 from headway.record.log import EVENTS_NAME, EventLog, writing
 from headway.trained_tokens import TrainedTokens
@@ -129,6 +129,11 @@ class Record:
             raise HeadwayError(f"{path} is damaged at byte {place.offset}; restore it from a copy of the run")
         return codec.decode(data)
 
+    def lost_file(self) -> Path | None:
+        """The shard that is written, if it was deleted or replaced meanwhile."""
+        shard = self._shard
+        return shard.path if shard is not None and not is_at(shard.fd, shard.path) else None
+
     def close(self) -> None:
         """Close the files; entries without an `fsync` are lost."""
         shards = {shard for shard, _ in self._pending} | ({self._shard} if self._shard else set())
@@ -177,6 +182,9 @@ class RunLog(EventLog):
                 seconds=seconds,
             )
         )
+
+    def lost_file(self) -> Path | None:
+        return super().lost_file() or self.record.lost_file()
 
     def close(self) -> None:
         try:

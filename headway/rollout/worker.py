@@ -128,13 +128,21 @@ class RolloutWorker:
             return Failure(index, f"verifier: {error}", episode.num_sampled)
         except LimitReached as error:
             return Failure(index, f"limit: {error}", episode.num_sampled)
-        except Exception as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
             if isinstance(error, TimeoutError) and limit.expired():
                 reason = f"limit: the episode ran longer than rollout.episode_deadline_s = {limit_s:g}"
                 return Failure(index, reason, episode.num_sampled)
             return Failure(index, f"workflow: {describe(error)}", episode.num_sampled)
         finally:
             self._episodes.discard(episode)
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody cancelled this task, and it is not that a task which it awaited was cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def check_workflow(section: RolloutSection) -> None:

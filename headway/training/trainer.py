@@ -435,7 +435,7 @@ class Trainer:
         """Continue from the checkpoint that was read; returns its version."""
         assert self._read is not None
         read, self._read = self._read, None
-        self._restore(read.tensors)
+        self._restore({**self._companions.state(), **read.tensors})  # a critic that a resume adds begins as new
         self.version = read.version
         return self.version
 

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
+import shutil
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +13,14 @@ import pytest
 from stage import MakeStage, Stage, StandInRewards, crash_after, kinds, steps_done, timed_engines
 from system import check_finished
 
+from headway.control import controller
 from headway.control.controller import Controller
 from headway.engine.fake import FakeEngine
 from headway.errors import RunFailed
 from headway.record.events import Event
 from headway.record.run import Run, fold
-from headway.types import Chunk, Completion, Request, Verdict, WeightUpdate
+from headway.rollout.worker import RolloutWorker
+from headway.types import Admission, Chunk, Completion, Group, Request, Verdict, WeightUpdate
 
 
 @pytest.mark.parametrize("at_turn", [0, 3, 30])
@@ -256,3 +259,59 @@ def test_30_the_best_model_is_that_of_the_best_evaluation_also_after_a_crash(
     resumed = crashed.run()
     assert best_model(crashed) == best_evaluated(resumed)
     assert not (crashed.directory / "model-candidate").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_8_a_group_whose_workflow_ends_its_process_is_dropped_and_not_the_run(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """As by running out of memory, a crash of native code, or a loop that blocks health checks."""
+    run = RolloutWorker.run
+
+    async def run_or_die(self: RolloutWorker, admission: Admission) -> Group:
+        if admission.group != 5 or admission.stream != "train":
+            return await run(self, admission)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        stage.runtime.kill(next(name for name, one in stage.runtime.workers.items() if one.worker is self))
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(RolloutWorker, "run", run_or_die)
+    stage = make_stage({"run": {"steps": 6}, "rollout": {"workers": workers}}, engines=timed_engines(1), mortal=True)
+    events = stage.run()
+    state = check_finished(stage.config, events)
+    assert state.dropped == {5: "failed"}, "those that ran with it are trained"
+    (dropped,) = kinds(events, "dropped")
+    assert "workflow: 4 rollout workers were lost while they ran this group" in dropped.failures[0].reason
+    assert len(kinds(events, "worker_lost")) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        ("events.jsonl", lambda run: shutil.rmtree(run)),
+        ("events.jsonl", lambda run: shutil.copytree(run, run.with_name("copy")) and exchange(run, "copy")),
+        ("events.jsonl", lambda run: os.truncate(run / "events.jsonl", 500)),
+        ("record/groups-00000.bin", lambda run: shutil.rmtree(run / "record")),
+    ],
+    ids=["deleted", "replaced", "cut", "record deleted"],
+)
+def test_20_a_run_whose_files_are_taken_away_says_so_at_once(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch, name: str, harm: Callable[[Path], object]
+) -> None:
+    monkeypatch.setattr(controller, "_POLL_S", 0.005)
+
+    async def during(stage: Stage, controller: Controller) -> None:
+        await steps_done(controller, 2)
+        await controller.log.flush()
+        harm(stage.directory)
+
+    stage = make_stage({"run": {"steps": 100_000}}, engines=timed_engines(1), during=during)
+    with pytest.raises(RunFailed, match=f"{stage.directory}/{name} was deleted, replaced or cut while the run wrote"):
+        stage.run()
+
+
+def exchange(run: Path, other: str) -> None:
+    run.rename(run.with_name("before"))
+    run.with_name(other).rename(run)

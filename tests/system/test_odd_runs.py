@@ -22,6 +22,7 @@ from headway.monitor.view import PlainView
 from headway.record.events import Event, Trained
 
 ROWS = """
+import asyncio
 import datetime
 import numpy as np
 
@@ -36,6 +37,14 @@ def verify(task, text):
 class Broken:
     async def run(self, episode):
         return {}["tool"]
+
+class Exiting:
+    async def run(self, episode):
+        raise SystemExit("enough")
+
+class Cancelled:
+    async def run(self, episode):
+        raise asyncio.CancelledError("by a task of its own")
 
 class Forgetful:
     async def run(self, episode):
@@ -59,7 +68,9 @@ def test_rows_of_every_kind_that_can_travel_reach_the_verifier(tmp_path: Path, t
 @pytest.mark.parametrize(
     ("workflow", "sentence"),
     [
-        ("Broken", r"'workflow: KeyError at odd.py:15: 'tool''; check the verifier and the workflow"),
+        ("Broken", r"'workflow: KeyError at odd.py:16: 'tool''; check the verifier and the workflow"),
+        ("Exiting", r"'workflow: SystemExit at odd.py:20: enough'; check the verifier"),
+        ("Cancelled", r"'workflow: CancelledError at odd.py:24: by a task of its own'; check the verifier"),
         ("Forgetful", r"run\(episode\) returned None \(is a `return` missing\?\), not a Trajectory"),
     ],
 )

@@ -77,6 +77,19 @@ def test_a_critic_is_saved_and_continued_and_never_published(tiny_model: str, tm
     assert ours == theirs and ours["critic_loss"] > 0
 
 
+@pytest.mark.parametrize(("before", "after"), [({}, PPO), (PPO, {})])
+def test_a_resume_may_add_a_critic_or_leave_it_out(
+    tiny_model: str, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    first, second = (make_trainer(tiny_model, lr=1e-3, **knobs) for knobs in (before, after))
+    first.train(stale_batch(tiny_model))
+    save_state(first, tmp_path / "slot")
+    second.read(str(tmp_path / "slot"))
+    assert second.adopt() == 1
+    metrics = second.train(stale_batch(tiny_model, version=1, first=10)).metrics
+    assert ("critic_loss" in metrics) == bool(after) and metrics["loss"] == metrics["loss"]
+
+
 def test_figures_of_tokens_come_back_under_their_trajectories(tiny_model: str) -> None:
     """Of several sequences one after the other, whatever micro-batches they were in; of one without tokens, nothing."""
     trainer, batch = make_trainer(tiny_model, token_budget=24), make_batch()
