@@ -22,7 +22,7 @@ import numpy as np
 
 from headway.config import SINGLE_TURN, Config
 from headway.control.interrupts import Stopping, interruptible, stoppable
-from headway.control.run_directory import BEST_MODEL, MODEL, check, claim, fingerprint, identity, plain
+from headway.control.run_directory import BEST_MODEL, MODEL, check, claim, fingerprint, identity, model_checksum, plain
 from headway.control.staleness import StalenessControl, resolve_window
 from headway.control.workers import Fleet, make_private, open_runtime, start_trainer
 from headway.errors import CAUSE, ConfigError, HeadwayError, RunFailed, translated
@@ -358,6 +358,7 @@ def _begin(prepared: Prepared, log: RunLog, run: Run, directory: Path) -> None:
             config_hash=identity(prepared.config),
             startup_s=startup_s,
             rows=fingerprint(prepared.prompts),
+            model=model_checksum(prepared.config.model.path, directory),
         )
     )
 

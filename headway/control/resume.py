@@ -17,7 +17,7 @@ from headway.control.adaptive import AdaptiveStaleness
 from headway.control.buffer import Buffer
 from headway.control.controller import Progress
 from headway.control.retrain import load_newest_checkpoint, retrain
-from headway.control.run_directory import changes, changes_arithmetic
+from headway.control.run_directory import changes, changes_arithmetic, check_model
 from headway.control.staleness import StalenessControl
 from headway.control.workers import open_runtime, start_trainer
 from headway.errors import HeadwayError
@@ -98,6 +98,7 @@ async def replay(directory: Path, emit: Callable[[Event], object]) -> tuple[int,
     run = Run.read(directory)
     if not run.num_trained:
         raise HeadwayError(f"{directory} has no training step to replay")
+    check_model(directory, run.config["model"]["path"], run)
     record, checkpoint = Record(directory / RECORD_NAME), str(directory / "replay" / "checkpoint" / "a")
     ends = [*(version for version, _ in run.configs[1:]), run.num_trained]
     for (first, knobs), end in zip(run.configs, ends, strict=True):

@@ -52,6 +52,7 @@ def claim(directory: Path, config: Config, prompts: list[Prompt], resume: bool, 
     run = check(directory, config, resume, overwrite)
     if resume:
         _check_rows(directory, prompts, run)
+        check_model(directory, config.model.path, run)
         _check_order(directory, stream_of(prompts, config.named_tasks, config.run.seed), run)
     elif run.began:
         for name in (*_RUN_FILES, EVENTS_NAME):
@@ -107,6 +108,16 @@ def _check_rows(directory: Path, prompts: list[Prompt], run: Run) -> None:
         )
 
 
+def check_model(directory: Path, path: str, run: Run) -> None:
+    """Adapters, a reference policy and a replay need the weights that the run began with."""
+    found = model_checksum(path, directory)
+    if run.model and found and run.model != found:
+        raise ConfigError(
+            f"the weights in model.path = {path} have changed since the run in {directory} was begun; restore them or "
+            "change run.dir"
+        )
+
+
 def _check_order(directory: Path, stream: PromptStream | MixedStream, run: Run) -> None:
     """That every group has the row that the stream gave it, or that of the group it repeats."""
     position = 0
@@ -151,6 +162,13 @@ def _flat(values: dict[str, Any]) -> Iterable[tuple[str, Any]]:
     for section, knobs in values.items():
         for knob, value in knobs.items():
             yield f"{section}.{knob}", value
+
+
+def model_checksum(path: str, directory: Path) -> str:
+    """Of the weights that a run begins with; empty where it replaces them itself, and for a name on the hub."""
+    from headway.model.loading import sample_weights  # takes seconds, which a wrong path need not wait for
+
+    return "" if Path(path).absolute() == (directory / MODEL).absolute() else sample_weights(path)
 
 
 def fingerprint(prompts: list[Prompt]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
@@ -31,6 +32,8 @@ from headway.model.shape import ModelShape
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
+
+_SAMPLE_BYTES, _NUM_SAMPLES = 4096, 64  # of each file: milliseconds, however large it is
 
 _loading = threading.Lock()
 
@@ -151,6 +154,19 @@ def check_weights(path: str, config: PreTrainedConfig) -> None:
             f"{path} contradicts itself: its config.json has {config.num_hidden_layers} layers and its weights have "
             f"{len(layers)}; fetch the model again"
         )
+
+
+def sample_weights(path: str) -> str:
+    """A checksum of places all over a directory's weight files, of which any training changes some; empty for a name
+    on the hub."""
+    digest = xxhash.xxh3_64()
+    for file in _weight_files(Path(path)) if Path(path).is_dir() else ():
+        num_bytes = file.stat().st_size
+        with open(file, "rb") as opened:
+            for place in range(0, num_bytes, max(_SAMPLE_BYTES, num_bytes // _NUM_SAMPLES)):
+                opened.seek(place)
+                digest.update(opened.read(_SAMPLE_BYTES))
+    return digest.hexdigest() if Path(path).is_dir() else ""
 
 
 def _weight_files(directory: Path) -> list[Path]:

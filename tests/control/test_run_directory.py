@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from system import check_finished, events_of, make_config, run_inline, task_of
 
 from headway import launch
@@ -97,6 +98,28 @@ def test_20_rows_that_were_reordered_are_noticed_at_resume(tmp_path: Path, tiny_
     path.write_text("\n".join(reversed(rows)) + "\n")
     with pytest.raises(ConfigError, match=r"the rows of the run in .* were edited or reordered"):
         run_inline(make_config(tmp_path, tiny_model, task=task, run={"steps": 2}), resume=True)
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}])
+def test_20_a_model_that_was_trained_further_is_noticed_at_resume(
+    tmp_path: Path, tiny_model: str, lora: dict[str, Any]
+) -> None:
+    """An adapter would go on with another base, and a reference policy would be another one."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    run_inline(
+        make_config(tmp_path, str(model), run={"steps": 1}, task={"eval": ""}, model={"path": str(model)} | lora)
+    )
+    weights = load_file(model / "model.safetensors")
+    trained = {name: tensor + 1e-4 for name, tensor in weights.items()}
+    save_file(trained, model / "model.safetensors", metadata={"format": "pt"})
+    config = make_config(tmp_path, str(model), run={"steps": 2}, task={"eval": ""}, model={"path": str(model)} | lora)
+    with pytest.raises(ConfigError, match=rf"the weights in model.path = {model} have changed since the run in"):
+        run_inline(config, resume=True)
+    with pytest.raises(ConfigError, match=r"the weights in model.path = .* have changed"):
+        asyncio.run(replay(Path(config.run.dir), lambda event: None))
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    run_inline(config, resume=True)
 
 
 def test_20_a_row_that_was_changed_in_the_log_is_noticed_at_resume(
