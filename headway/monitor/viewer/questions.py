@@ -218,16 +218,17 @@ def why_dropped(run: OpenRun) -> Answer:
         for one in groups
     ]
     counts = Counter(run.run.dropped.values()).most_common()
-    told = "; ".join(f"{count} × {reason}: {_REASONS[DropReason(reason)]}" for reason, count in counts)
+    told = "; ".join(f"{count} × {reason}: {DROPPED_BECAUSE[DropReason(reason)]}" for reason, count in counts)
     return _answer(f"Groups dropped: {told or 'none'}.", ["group", "row", "reason", "first failure"], rows)
 
 
-_REASONS = {
+DROPPED_BECAUSE = {
     DropReason.FAILED: "no trajectory survived its workflow or its verifier",
-    DropReason.NON_FINITE: "the training step that took them was skipped",
+    DropReason.SKIPPED: "the training step that took them was skipped: not finite, or everything masked",
     DropReason.TOO_OLD: "a token was older than the version they were admitted at",
     DropReason.ZERO_VARIANCE: "all rewards are equal, and algorithm.drop_zero_variance replaces such groups",
     DropReason.SUCCESS_RATE: "too few or too many succeeded (algorithm.success_low and success_high)",
+    DropReason.RESTING: "the last group of the prompt was replaced, and algorithm.rest_epochs passes over it",
 }
 
 

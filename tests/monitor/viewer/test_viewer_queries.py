@@ -10,8 +10,10 @@ from recorded import RecordedRun, write_tokenizer
 
 from headway.errors import HeadwayError
 from headway.monitor.viewer.queries import Queries, merged, names
+from headway.monitor.viewer.questions import DROPPED_BECAUSE
 from headway.monitor.viewer.tokens import _headings
 from headway.record.events import Phase, Stats, Warned
+from headway.types import DropReason
 
 HOSTILE = "<script>fetch('/')</script> \x1b[2J \u202eabc"
 
@@ -227,6 +229,10 @@ def test_groups_that_failed_altogether_are_rows_with_their_reasons_and_answer_wh
     assert {(row["group"], row["preview"]) for row in found["rows"]} == {(number, "the verifier is down")}
     assert asked(run, "questions", ask="why_dropped")["rows"][0]["cells"][-1] == "the verifier is down"
     assert asked(run, "group", group=number)["failures"][0]["reason"] == "the verifier is down"
+
+
+def test_every_reason_for_a_drop_is_explained() -> None:
+    assert set(DROPPED_BECAUSE) == set(DropReason)
 
 
 def test_spans_that_share_a_pixel_are_drawn_as_one_with_their_common_share() -> None:
