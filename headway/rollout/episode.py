@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_FAULTS, MAX_LOST = 3, 5
-"""How often engines may answer one request wrongly, and how often they may die or be withdrawn under it, before its
-trajectory fails: a request can be what makes them fail."""
+"""How often engines may answer one request wrongly, or fail at requests of its group, and how often they may die or be
+withdrawn under it, before its trajectory fails: a request can be what makes them fail. A group shares its prompt, so
+its trajectories share the blame; other groups that were on those engines go on."""
 
 _MAX_POOLS_TRIED = 3
 """Reward pools that may die over one text before it has no verdict: a text can be what kills them."""
@@ -155,7 +156,7 @@ class RunningEpisode:
                 if completion is None:
                     left = slot, time.monotonic()
                     num_lost += not slot.leaving
-                    if self._num_faults >= MAX_FAULTS or num_lost >= MAX_LOST:
+                    if max(self._num_faults, len(self._placement.faulted)) >= MAX_FAULTS or num_lost >= MAX_LOST:
                         cause = slot.fault or f"{slot.name} sent a log-prob that is not a finite number"
                         raise RequestFailed(f"engines failed {num_lost} times at this request; the last: {cause}")
         finally:
@@ -208,20 +209,26 @@ class RunningEpisode:
                     partial.extend(new.tokens, new.logprobs, new.versions)
                     if isinstance(item, Completion):
                         return item
-            self._num_faults += 1
+            self._blame(slot)
             slot.withdraw(f"{slot.name} ended request {key} without a completion")
         except (RequestRefused, InvariantBroken):
             raise
         except (WorkerDied, DeadlineExceeded, RemoteError) as error:
-            self._num_faults += isinstance(error, RemoteError)
+            if isinstance(error, RemoteError):
+                self._blame(slot)
             slot.withdraw(str(error))
         except Exception as error:
-            self._num_faults += 1
+            self._blame(slot)
             slot.withdraw(f"{slot.name} broke at request {key}: {type(error).__name__}: {error}")
         return None
 
-    def _reject(self, slot: EngineSlot, partial: PartialCompletion, violation: str) -> None:
+    def _blame(self, slot: EngineSlot) -> None:
+        """The engine failed at this very request, not at another that it had."""
         self._num_faults += 1
+        self._placement.faulted.add(slot)
+
+    def _reject(self, slot: EngineSlot, partial: PartialCompletion, violation: str) -> None:
+        self._blame(slot)
         key = partial.request.key
         reason = f"{slot.name} sent an invalid answer to request {key}: {violation}"
         if isinstance(violation, NonFinite):

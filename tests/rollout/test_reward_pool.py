@@ -46,7 +46,7 @@ def test_an_error_is_never_a_reward_whatever_the_verifier_returns_or_raises(tmp_
     expected = {"true": 1.0, "one": 1.0, "half": 0.5, "numpy half": 0.5, "numpy one": 1.0, "numpy true": 1.0}
     expected_errors = {
         "nan": "returned nan",
-        "numpy nan": "returned a value of type float32",
+        "numpy nan": "returned nan",
         "infinity": "returned inf",
         "text": "returned a value of type str",
         "none": "returned a value of type NoneType",
