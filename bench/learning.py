@@ -1,5 +1,6 @@
 """Does training on stale data learn as well as on fresh data? Many runs of one job, with seeds.
 
+    headway bench learning bounds         η from 0 to 16 with one optimizer step a batch, as most configs train
     headway bench learning staleness      η × objective: naive PPO, decoupled PPO, decoupled PPO with masks
     headway bench learning presets        every preset of `headway algorithms` at η = 4
     headway bench learning interruption   running sequences at a swap: keep, recompute or drain, at η = 4
@@ -55,6 +56,7 @@ SMALL = (
 REAL = ("--checkpoint.every=50",)
 WAYS = {"greedy": (), "mean of 8": ("--evaluate.temperature=1", "--evaluate.samples=8")}
 
+MILD = ("--trainer.lr=3e-4", "--trainer.warmup_steps=3")
 # Where stale data hurts: several optimizer steps a batch, each larger than the quickstart's.
 HARD = ("--trainer.minibatches=4", "--trainer.lr=3e-4", "--trainer.warmup_steps=3")
 GENTLE = ("--trainer.minibatches=2", "--trainer.lr=3e-4", "--trainer.warmup_steps=3", "--algorithm.critic_lr=1e-3")
@@ -101,6 +103,11 @@ def staleness_runs(seeds: int) -> list[Run]:
     return runs
 
 
+def bound_runs(seeds: int) -> list[Run]:
+    arms = dict(bound(eta) for eta in (0, 1, 4, 8, 16))
+    return [Run(arm, seed, (*MILD, *settings)) for seed in range(seeds) for arm, settings in arms.items()]
+
+
 def preset_runs(seeds: int) -> list[Run]:
     _, settings = bound(4)
     shared = (*GENTLE, *settings)
@@ -126,6 +133,7 @@ def real_runs(seeds: int) -> list[Run]:
 
 
 RUNS = {
+    "bounds": bound_runs,
     "staleness": staleness_runs,
     "presets": preset_runs,
     "interruption": interruption_runs,

@@ -178,9 +178,16 @@ def test_a_value_out_of_range_is_refused(key: str, value: Any, why: str) -> None
             "model.lora.rank = 8 is for one trainer rank; set trainer.ranks = 1 or model.lora.rank = 0",
         ),
         (
-            {"model": {"path": "m", "lora": {"rank": 8}}, "engine": {"kind": "vllm", "vllm_python": "p"}},
-            "model.lora.rank = 8 is for the embedded engine, and engine.kind = vllm; set engine.kind = embedded or "
-            "model.lora.rank = 0",
+            {
+                "model": {"path": "m", "lora": {"rank": 8}},
+                "engine": {"kind": "vllm", "vllm_python": "p", "kv_on_swap": "keep"},
+            },
+            "model.lora.rank = 8 gives vLLM another adapter at each swap, which computes keys and values anew, and "
+            "engine.kv_on_swap = keep; set recompute or drain",
+        ),
+        (
+            {"model": {"path": "m", "lora": {"rank": 513}}, "engine": {"kind": "vllm", "vllm_python": "p"}},
+            "model.lora.rank = 513 is more than vLLM's adapters have, which is 512; lower it",
         ),
         (
             {"trainer": {"minibatches": 5, "batch_groups": 4}},

@@ -75,11 +75,13 @@ def interval_of(scores: list[list[float]]) -> tuple[float, float] | None:
     means = [fmean(of_one) for of_one in scores]
     if not means:
         return None
-    alike = len({*means}) == 1 and 0.0 <= means[0] <= 1.0
+    are_shares = min(means) >= 0.0 and max(means) <= 1.0
+    alike = are_shares and len({*means}) == 1
     if alike or {*means} <= {0.0, 1.0}:  # also of several completions each: all alike, they would seem certain
         return wilson(fmean(means), len(means))
     half = _Z * stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.inf
-    return fmean(means) - half, fmean(means) + half
+    low, high = fmean(means) - half, fmean(means) + half
+    return (max(0.0, low), min(1.0, high)) if are_shares else (low, high)
 
 
 async def evaluate(

@@ -136,6 +136,7 @@ def test_earlier_incarnations_are_counted_and_not_shown_again():
 def test_phases_are_shown_when_they_start_take_long_and_end(monkeypatch):
     stream, clock = io.StringIO(), Clock(1000.0)
     monkeypatch.setattr("time.time", clock)
+    monkeypatch.setattr("time.monotonic", clock)
     view = PlainView(stream, clock=clock)
     with phase(view.on_event, "starting engine"):
         clock.now += 4.2

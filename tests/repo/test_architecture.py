@@ -32,12 +32,12 @@ ROOMS: list[tuple[str, int]] = [
     ("monitor", 3710),
     ("engine", 5195),
     ("training", 2920),
-    ("rollout", 2800),
+    ("rollout", 2815),
     ("control", 3055),
     ("launch", 455),
     ("plan", 150),
     ("api", 250),
-    ("cli", 435),
+    ("cli", 440),
 ]
 
 MONITOR_READS = {

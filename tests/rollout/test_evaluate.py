@@ -94,6 +94,12 @@ def test_problems_that_are_all_alike_are_no_certainty() -> None:
         assert high - low > 0.5 and low <= score <= high
 
 
+def test_the_interval_of_partial_scores_stays_within_them() -> None:
+    assert interval_of([[0.0], [0.0], [0.7]])[0] == 0.0
+    assert interval_of([[1.0], [0.9], [0.1]])[1] == 1.0
+    assert interval_of([[-1.0], [5.0]])[0] < -1.0, "other scores have no bounds that are known"
+
+
 def test_figures_of_several_completions_a_problem() -> None:
     found = run_on(prompts(_=3), [[1.0, 0.0], [0.5, 1.0], [None, None]], samples=2, pass_at=[1, 2])
     assert (found.accuracy, found.num, found.num_failed) == (0.625, 2, 1)
