@@ -37,7 +37,7 @@ VALUES = {
     "true": lambda: True, "one": lambda: 1, "half": lambda: 0.5, "numpy half": lambda: np.float32(0.5),
     "numpy one": lambda: np.int64(1), "numpy true": lambda: np.bool_(True),
     "nan": lambda: float("nan"), "numpy nan": lambda: np.float32("nan"), "infinity": lambda: float("inf"),
-    "text": lambda: "1.0", "none": lambda: None, "complex": lambda: 1j, "array": lambda: np.ones(1),
+    "text": lambda: "1.0", "none": lambda: None, "complex": lambda: 1j, "array": lambda: np.ones(2),
     "list": lambda: [1.0], "huge": lambda: 10**400, "bytes": lambda: b"1",
     "raise": fail, "rude": be_rude, "recurse": recurse, "sys.exit": lambda: sys.exit(0),
 }
