@@ -138,7 +138,7 @@ def test_a_run_trains_on_vllm_with_parity_reported_and_every_load_proved(tmp_pat
         headway.wait_until(has_swapped, "weights in the server")  # which takes a while to start
         assert headway.wait() == 0, headway.output
         assert not headway.descendants()
-    events = headway.record.events()
+    events = headway.events()
     check_finished(config, events)
     swapped = [event for event in events if event.kind == "swapped"]
     assert [event.version for event in swapped] == [0, 1, 2, 3]
