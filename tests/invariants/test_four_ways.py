@@ -28,8 +28,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 BOUND = 3e-4  # nats; in float32, vLLM and the trainer were seen to differ by 4e-5, the embedded engine by 2e-5
 SAMPLING_ERROR = 0.04  # two standard errors of an accuracy near 70% on 512 problems
-TIMES = {"seq", "time", "seconds", "started", "wait_s", "stage_s", "pause_ms"}
-PLACES = {"shard", "offset"}
+TIMES = {"seq", "time", "seconds", "started", "wait_s", "stage_s", "stall_s", "pause_ms"}
+PLACES = {"shard", "offset", "tokens_at", "groups_at"}
 """Where a group's bytes lie in the record depends on when it finished."""
 
 Run = tuple[Path, list[Event]]
