@@ -165,11 +165,22 @@ def settings_of(run: Run, options: argparse.Namespace) -> list[str]:
 def play(run: Run, options: argparse.Namespace, model: Path) -> Message:
     """Train to the end, from where an earlier attempt was ended if there was one."""
     directory = run.directory(options.root) / "run"
+    asked, settings = json.dumps(settings_of(run, options)), directory.parent / "settings.json"
+    if settings.is_file() and settings.read_text() != asked:
+        sys.exit(f"{directory} holds a run with other settings; name another --root")
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    settings.write_text(asked)
     resumed = ["--resume"] if (directory / "events.jsonl").is_file() else []
     limit_s = 60 * options.minutes or float("inf")
     if not resumed or not _is_over(directory, limit_s):
-        asked = [*settings_of(run, options), f"--model.path={model}", f"--run.dir={directory}", *resumed]
-        _headway("train", str(options.config), *asked, is_over=lambda: _is_over(directory, limit_s))
+        placed = [f"--model.path={model}", f"--run.dir={directory}", *resumed]
+        _headway(
+            "train",
+            str(options.config),
+            *settings_of(run, options),
+            *placed,
+            is_over=lambda: _is_over(directory, limit_s),
+        )
     if not _is_over(directory, limit_s):
         sys.exit(f"{directory} was ended before its time; the same command goes on with it")
     return figures(directory)
@@ -330,7 +341,7 @@ def draw(found: list[Message], out: Path) -> None:
         steps, means = _mean_curve(curves)
         axes.plot(steps, means, color="#1d5fb4", linewidth=2)
         axes.annotate(f"{means[-1]:.0%}", (steps[-1], means[-1]), xytext=(3, 3), textcoords="offset points", fontsize=9)
-        axes.set_title(arm, loc="left", fontsize=10)
+        axes.set_title(arm.replace("eta=", "η = ").replace("eta ", "η "), loc="left", fontsize=10)
         for side in ("right", "top"):
             axes.spines[side].set_visible(False)
     for axes in list(grid.flat)[len(arms) :]:

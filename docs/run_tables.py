@@ -27,13 +27,17 @@ def learning(record: Record) -> str:
         own = [{point[0]: point[2] for point in run["accuracies"]} for run in runs if run["arm"] == arm]
         cells = [_mean_and_range([accuracies[step] for accuracies in own]) for step in shared[1:]]
         numbers = [f"{found[name]:.2f}" for name in ("effective_sample_size", "behaviour_kl")]
-        rows.append([arm.replace("eta=", "η = "), str(len(own)), *cells, f"{found['staleness_mean']:.1f}", *numbers])
+        rows.append([_shown(arm), str(len(own)), *cells, f"{found['staleness_mean']:.1f}", *numbers])
     steps = [f"after {step} steps" for step in shared[1:]]
     figures = ["mean staleness", "effective sample size", "KL(behaviour‖proximal)"]
     before = _mean_and_range([run["accuracies"][0][2] for run in runs])
     load = record["hardware"]["load_average"][0]
     note = f"Before training {before}. The load average was {load:g} on {record['hardware']['cores']} cores."
     return table(["", "seeds", *steps, *figures], rows) + f"\n\n{note} {source(record)}"
+
+
+def _shown(arm: str) -> str:
+    return arm.replace("eta=", "η = ").replace("eta ", "η ")
 
 
 def _mean_and_range(shares: list[float]) -> str:
@@ -55,7 +59,7 @@ def learning_real(record: Record) -> str:
             minutes, steps = (statistics.mean(run[name] for run in own) for name in ("wall_s", "steps"))
             speed = statistics.mean(run["tokens_per_s"] for run in own)
             figures = [f"{minutes / 60:.1f}", f"{steps:.0f}", f"{speed:,.0f}"]
-            rows.append([arm.replace("eta=", "η = "), str(len(own)), *cells([run["after"] for run in own]), *figures])
+            rows.append([_shown(arm), str(len(own)), *cells([run["after"] for run in own]), *figures])
     names = [f"{task}, {way} ({record['before'][way][task]['num']:,})" for way, task in columns]
     return table(["", "seeds", *names, "minutes", "steps", "tokens/s"], rows) + f"\n\n{source(record)}"
 
