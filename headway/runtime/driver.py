@@ -147,6 +147,10 @@ class Launcher:
         import ray
 
         host = ray.util.get_node_ip_address() if several else "127.0.0.1"
+        if not os.path.isdir(directory):
+            raise ConfigError(
+                f"its node {host} has no directory {directory}; start the run from one that all nodes have"
+            )
         os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray has read it, and the worker's code must not
         listener, address = channel.listen_on_host(host, run, number)
         read_end, write_end = os.pipe()

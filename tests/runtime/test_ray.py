@@ -216,7 +216,9 @@ def test_a_node_without_the_controllers_directory_says_so(tmp_path: Path, monkey
         async with on_cluster(tmp_path) as runtime:
             await runtime.start("probe", Probe)
             monkeypatch.setattr(os, "getcwd", lambda: "/nowhere")
-            with pytest.raises(WorkerDied, match=r"Ray could not start worker caller: .*No such file.*'/nowhere'"):
+            with pytest.raises(
+                WorkerDied, match=r"Ray could not start worker caller: its node .* has no directory /nowhere"
+            ):
                 await runtime.start("caller", Probe)
 
     asyncio.run(body())
