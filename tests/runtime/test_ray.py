@@ -373,7 +373,7 @@ def test_an_interrupted_run_ends_in_order_and_leaves_no_worker(
         assert {worker.cmdline()[5] for worker in workers} == names
         os.kill(run.process.pid, number)
         assert run.wait() == 1
-        assert "stopped; `--resume` goes on" in run.output and "Traceback" not in run.output
+        assert re.search(r"stopped after \d+ steps; `--resume` goes on", run.output) and "Traceback" not in run.output
     wait_gone(workers)
     state = check_record(config, run.events())
     assert state.status == "stopped"

@@ -5,6 +5,7 @@ address of the node named to srun. The first time that Ray shall join the cluste
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -138,7 +139,7 @@ def test_a_run_ends_in_order_when_its_time_is_up(tmp_path: Path, tiny_model: str
         assert {socket.laddr.ip for socket in sockets} == {"127.0.1.2"}
         job.process.send_signal(signal.SIGTERM)  # to the batch shell alone, as --signal=B:TERM does
         assert job.wait() == 1
-        assert "stopped; `--resume` goes on" in job.output
+        assert re.search(r"stopped after \d+ steps; `--resume` goes on", job.output)
     assert fold(read(events)).status == "stopped"
 
 
