@@ -143,6 +143,7 @@ class RunningEpisode:
             while completion is None:
                 self._wait_for("an engine")
                 slot = await self._placement.slot()
+                self._check_faults(num_lost, next(reversed(self._placement.faulted), slot))
                 # The limit is for training, which an evaluation preempts at the engine.
                 turn: AbstractAsyncContextManager[None] = nullcontext() if self._urgent else slot.semaphore.slot()
                 async with turn:
@@ -156,15 +157,20 @@ class RunningEpisode:
                 if completion is None:
                     left = slot, time.monotonic()
                     num_lost += not slot.leaving
-                    if max(self._num_faults, len(self._placement.faulted)) >= MAX_FAULTS or num_lost >= MAX_LOST:
-                        cause = slot.fault or f"{slot.name} sent a log-prob that is not a finite number"
-                        raise RequestFailed(f"engines failed {num_lost} times at this request; the last: {cause}")
+                    self._check_faults(num_lost, slot)
         finally:
             self._wait_for("workflow")
         self.num_sampled += len(completion.tokens)
         if completion.stop == StopReason.ABORTED:
             raise asyncio.CancelledError(f"request {partial.request.key} was aborted")
         return completion
+
+    def _check_faults(self, num_lost: int, last: EngineSlot) -> None:
+        """Raise when enough engines have failed at this request or its group; also before it tries another one."""
+        num_faults = max(self._num_faults, len(self._placement.faulted))
+        if num_faults >= MAX_FAULTS or num_lost >= MAX_LOST:
+            num, cause = max(num_faults, num_lost), last.fault or f"{last.name} sent a log-prob that is not finite"
+            raise RequestFailed(f"engines failed {num} times at this request or its group; the last: {cause}")
 
     def _request(self, tokens: Ints, max_tokens: int | None, stop_strings: tuple[str, ...]) -> Request:
         room, sampling = self.room(len(tokens)), self._admission.sampling
@@ -225,7 +231,7 @@ class RunningEpisode:
     def _blame(self, slot: EngineSlot) -> None:
         """The engine failed at this very request, not at another that it had."""
         self._num_faults += 1
-        self._placement.faulted.add(slot)
+        self._placement.faulted[slot] = None
 
     def _reject(self, slot: EngineSlot, partial: PartialCompletion, violation: str) -> None:
         self._blame(slot)

@@ -155,7 +155,7 @@ class Placement:
     def __init__(self, router: Router, group: int, size: int) -> None:
         self._router, self.group, self._num_left = router, group, size
         self._slot: EngineSlot | None = None
-        self.faulted = set[EngineSlot]()  # those that failed at a request of this group
+        self.faulted = dict[EngineSlot, None]()  # those that failed at a request of this group, in order
         # Counted now, not when the first request is sent: the next group may be placed before that.
         self._move(router.least_loaded(group))
 
