@@ -218,7 +218,7 @@ class Retrained(Event, frozen=True, kw_only=True):
 
 
 class Skipped(Event, frozen=True, kw_only=True):
-    """A training step had a non-finite loss or gradient: the version stays, its groups are dropped as non-finite."""
+    """A training step was skipped, not finite or with everything masked: the version stays, its groups are dropped."""
 
     version: int
     groups: tuple[int, ...]
