@@ -27,7 +27,10 @@ DEADLINE_S = 2.0
 _LONGEST = 2000
 _OPEN, _CLOSE = "([{⟨", ")]}⟩"
 
-_INLINE = re.compile(r"(?<!\\)\$\$?((?:\\.|[^$\\])+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_INLINE = re.compile(
+    r"(?<!\\)\$\$?((?:\\.|[^$\\])+)\$\$?|\\\(((?:(?!\\\().)+?)\\\)|\\\[((?:(?!\\\[).)+?)\\\]", re.DOTALL
+)
+"""A formula holds no second opening of its kind, or a text of openings alone would take quadratic time."""
 _FORMULAS = re.compile(rf"(?:{_INLINE.pattern})(?:\s*(?:,|or|and|,\s*(?:or|and))\s*(?:{_INLINE.pattern}))*", re.DOTALL)
 _REASON = re.compile(r",?\s+(?:because|since|which|so|as|where)\s.*|\s+\([a-z ]{3,}\)\.?\s*$", re.DOTALL)
 _ABOUT = re.compile(r"(?:approximately|about|exactly|simply|just)\s+")

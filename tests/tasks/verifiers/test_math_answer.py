@@ -272,7 +272,7 @@ def test_a_hostile_answer_is_wrong_within_its_deadline(given: str, monkeypatch: 
 
 
 def test_a_megabyte_of_boxes_takes_bounded_time() -> None:
-    for piece in ("\\boxed{", "$", "####", "\\(", "answer is ", "{", "9,", "- "):
+    for piece in ("\\boxed{", "$", "####", "\\(", "\\[", "\\(\\[", "answer is ", "{", "9,", "- "):
         started = time.process_time()
         assert score("\\sqrt{3}", piece * (150_000 // len(piece))) == 0.0
-        assert time.process_time() - started < 4, piece
+        assert time.process_time() - started < 2, piece
