@@ -69,6 +69,7 @@ class Prepared:
     longest: int
     prompts: list[Prompt]
     held_out: list[Prompt]
+    held_out_rows: str  # fingerprint of all held-out rows, those beyond evaluate.limit included
     sampling: Sampling
     eval_sampling: Sampling
     notes: list[str] = field(default_factory=list)
@@ -131,7 +132,8 @@ def prepare(config: Config, to_train: bool = True) -> Prepared:
     notes = [*loaded.notes]
     if truncates(sampling):
         notes.append("top-k or top-p truncates sampling, while log-probs are of the full distribution")
-    return Prepared(config, model_config, context, longest, prompts, held_out, sampling, eval_sampling, notes)
+    rows = fingerprint(loaded.held_out)
+    return Prepared(config, model_config, context, longest, prompts, held_out, rows, sampling, eval_sampling, notes)
 
 
 def _read(config: Config, view: View, to_train: bool = True) -> Prepared:
@@ -253,14 +255,15 @@ async def train(
     prepared = replace(_read(config, view), started=started)
     for note in prepared.notes:
         view.message(note)
+    rows = prepared.prompts, prepared.held_out_rows
     if not resume:
-        claim(directory, config, prepared.prompts, resume, overwrite)
+        claim(directory, config, *rows, resume, overwrite)
     make_private(directory)
     log = RunLog(directory, config.run.deadline_s)
     metrics: Metrics | None = None
     try:
         # Again, under the log's lock: another process may have been faster.
-        run = claim(directory, config, prepared.prompts, resume, False) if resume else Run.read(directory)
+        run = claim(directory, config, *rows, resume, False) if resume else Run.read(directory)
         if run.began and not resume:
             raise ConfigError(f"{directory} already holds a run; choose another run.dir")
         if run.status == "finished" and run.num_trained >= config.run.steps:
@@ -358,6 +361,7 @@ def _begin(prepared: Prepared, log: RunLog, run: Run, directory: Path) -> None:
             config_hash=identity(prepared.config),
             startup_s=startup_s,
             rows=fingerprint(prepared.prompts),
+            held_out_rows=prepared.held_out_rows,
             model=model_checksum(prepared.config.model.path, directory),
         )
     )

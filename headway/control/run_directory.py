@@ -47,11 +47,13 @@ def check(directory: Path, config: Config, resume: bool, overwrite: bool) -> Run
     return run
 
 
-def claim(directory: Path, config: Config, prompts: list[Prompt], resume: bool, overwrite: bool) -> Run:
+def claim(
+    directory: Path, config: Config, prompts: list[Prompt], held_out_rows: str, resume: bool, overwrite: bool
+) -> Run:
     """The run to resume, or an empty one; a run that never trained is replaced, others with `overwrite`."""
     run = check(directory, config, resume, overwrite)
     if resume:
-        _check_rows(directory, prompts, run)
+        _check_rows(directory, prompts, held_out_rows, run)
         check_model(directory, config.model.path, run)
         _check_order(directory, stream_of(prompts, config.named_tasks, config.run.seed), run)
     elif run.began:
@@ -95,16 +97,19 @@ def _check_knobs(directory: Path, config: Config, run: Run) -> None:
         )
 
 
-def _check_rows(directory: Path, prompts: list[Prompt], run: Run) -> None:
+def _check_rows(directory: Path, prompts: list[Prompt], held_out_rows: str, run: Run) -> None:
     if run.num_prompts != len(prompts):
         raise ConfigError(
             f"the run in {directory} was begun with {run.num_prompts} prompts, and its tasks now have "
             f"{len(prompts)}; restore their rows or change run.dir"
         )
-    if run.rows and run.rows != fingerprint(prompts):
+    edited = "rows" if run.rows and run.rows != fingerprint(prompts) else ""
+    if run.held_out_rows not in ("", held_out_rows):
+        edited = edited or "held-out rows"
+    if edited:
         raise ConfigError(
-            f"the rows of the run in {directory} were edited or reordered since it was begun; restore them or change "
-            "run.dir"
+            f"the {edited} of the run in {directory} were edited or reordered since it was begun; restore them or "
+            "change run.dir"
         )
 
 

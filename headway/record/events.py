@@ -44,6 +44,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
     hardware: dict[str, Any]
     num_prompts: int
     rows: str = ""  # fingerprint of the training rows, in order; empty: not taken
+    held_out_rows: str = ""  # the same of the held-out rows
     model: str = ""  # checksum of places in the weights that the run begins with; empty: not taken
     worst_staleness: int | None  # None: without bound
     startup_s: float = 0.0  # imports, reading the model and the prompts; of `headway train`, since its process began

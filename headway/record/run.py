@@ -85,6 +85,7 @@ class Run:
     config_hash: str = ""
     num_prompts: int = 0
     rows: str = ""
+    held_out_rows: str = ""
     model: str = ""
     worst_staleness: int | None = None
     groups: list[GroupState] = field(default_factory=list)  # by id
@@ -204,7 +205,8 @@ class Run:
         if self.config_hash or self.groups:
             _contradiction(event, "a second run starts in the same log")
         self.config, self.config_hash, self.num_prompts = event.config, event.config_hash, event.num_prompts
-        self.rows, self.model, self.worst_staleness = event.rows, event.model, event.worst_staleness
+        self.rows, self.held_out_rows, self.model = event.rows, event.held_out_rows, event.model
+        self.worst_staleness = event.worst_staleness
         self.configs.append((0, self.config))
 
     def _on_config_changed(self, event: events.ConfigChanged) -> None:

@@ -88,15 +88,18 @@ def copied(home: Path, into: Path, model: str, **sections: Any) -> Any:
     return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(into / "run"), "steps": 2})})
 
 
-def test_20_rows_that_were_reordered_are_noticed_at_resume(tmp_path: Path, tiny_model: str) -> None:
+@pytest.mark.parametrize(("split", "name"), [("train", "rows"), ("eval", "held-out rows")])
+def test_20_rows_that_were_reordered_are_noticed_at_resume(
+    tmp_path: Path, tiny_model: str, split: str, name: str
+) -> None:
     rows = [json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) for n in range(4)]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(rows) + "\n")
-    task = {"train": str(path), "eval": "", "verifier": ""}
-    task["verifier"] = task_of(tmp_path, "verify")
+    paths = {split: tmp_path / f"{split}.jsonl" for split in ("train", "eval")}
+    for path in paths.values():
+        path.write_text("\n".join(rows) + "\n")
+    task = {split: str(path) for split, path in paths.items()} | {"verifier": task_of(tmp_path, "verify")}
     run_inline(make_config(tmp_path, tiny_model, task=task, run={"steps": 1}))
-    path.write_text("\n".join(reversed(rows)) + "\n")
-    with pytest.raises(ConfigError, match=r"the rows of the run in .* were edited or reordered"):
+    paths[split].write_text("\n".join(reversed(rows)) + "\n")
+    with pytest.raises(ConfigError, match=rf"the {name} of the run in .* were edited or reordered"):
         run_inline(make_config(tmp_path, tiny_model, task=task, run={"steps": 2}), resume=True)
 
 
