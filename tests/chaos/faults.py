@@ -21,7 +21,7 @@ from headway.record.events import Event
 from headway.record.log import EVENTS_NAME, read
 
 INSIDE = Path(__file__).parent / "inside"
-TRIGGER, DONE, POISON, POISONED = "harm-now", "harm-done", "poison", "poisoned"
+TRIGGER, DONE, POISON, FATAL, REACHED = "harm-now", "harm-done", "poison", "fatal", "reached"
 OUTAGE, EVALUATING = "outage", "evaluating"
 MARK = "HEADWAY_CHAOS"
 """An environment variable that every process of a run inherits: the directory of the run."""
@@ -394,15 +394,17 @@ def _outage(scenario: Scenario, directory: Path, run: Path, alive: Callable[[], 
     return "every verdict failed for a while"
 
 
-def _poison(scenario: Scenario, directory: Path, run: Path, alive: Callable[[], bool]) -> str:
-    """A request that is still to come, on whichever engine."""
-    (directory / POISONED).unlink(missing_ok=True)
+def _harm_group(scenario: Scenario, directory: Path, run: Path, alive: Callable[[], bool]) -> str:
+    """A group that is still to come, on whichever engine and rollout worker."""
+    (directory / REACHED).unlink(missing_ok=True)
     newest = max((event.group for event in _log(run) if event.kind == "admitted"), default=-1)
     plan = {"group": newest + 4 + scenario.draw % 5, "trajectory": scenario.draw % 3}
     (directory / "plan").write_text(json.dumps(plan))
-    (directory / "plan").rename(directory / POISON)
-    _await((directory / POISONED).exists, alive)
+    (directory / "plan").rename(directory / scenario.fault)
+    _await((directory / REACHED).exists, alive)
     _await(lambda: _has_left(plan["group"], _log(run)), alive)
+    if scenario.fault == FATAL:
+        return f"group {plan['group']} ended whatever rollout worker ran it"
     return f"no log-prob of trajectory {plan['trajectory']} of group {plan['group']} was a number"
 
 
@@ -413,7 +415,7 @@ def _has_left(group: int, events: list[Event]) -> bool:
     )
 
 
-_AT_LENGTH = {"join": _join, "outage": _outage, "poison": _poison}
+_AT_LENGTH = {"join": _join, "outage": _outage, POISON: _harm_group, FATAL: _harm_group}
 
 
 def repair(scenario: Scenario, run: Path) -> None:
@@ -437,6 +439,7 @@ def names_cause(scenario: Scenario, cause: str) -> bool:
         "keeper": "rollout",
         "reward": "reward|verifier",
         "verifier": "reward|verifier",
+        "workflow": "rollout|workflow",
     }.get(scenario.victim, scenario.victim)
     return re.search(words, cause) is not None
 

@@ -11,7 +11,7 @@ from typing import Any
 FAULTS_PER_RUN = 4
 STEPS_PER_FAULT = 30
 NUM_STEPS = FAULTS_PER_RUN * STEPS_PER_FAULT
-OTHER_OUTCOME = {"outage", "poison", "memory"}
+OTHER_OUTCOME = {"outage", "poison", "fatal", "memory"}
 """Faults after which other groups are trained, or other micro-batches: also at η = 0, other weights are the end."""
 BATCH_GROUPS = 3
 
@@ -21,6 +21,7 @@ LOCAL: dict[str, str] = {
     "reward": "kill hang slow partition cut outage kill-starting kill-ending",
     "verifier": "kill hang corrupt kill-evaluating",
     "request": "poison",
+    "workflow": "fatal",
     "trainer": "kill hang slow partition cut full memory kill-starting kill-saving kill-ending kill-resuming",
     "rank": "kill hang kill-saving",
     "controller": "kill hang slow interrupt terminate hangup"
@@ -33,9 +34,9 @@ LOCAL: dict[str, str] = {
 """Who can be hit, and by what: a process ends (kill), stands still (hang, slow), answers nonsense (corrupt), its
 channels lose all bytes (partition; deaf: all but the controller's) or break (cut); a file is damaged (corrupt), ends
 early (torn), cannot be written (full). An engine joins late and another is lost (join); every verdict fails for a while
-(outage); one request has log-probs that are no numbers on every engine (poison); training runs out of memory, and a
-process is killed when it has gone on (memory). A kill may come at a moment: while the run starts, resumes, saves a
-checkpoint, evaluates or ends."""
+(outage); one request has log-probs that are no numbers on every engine (poison); one group ends the process of every
+rollout worker that runs it (fatal); training runs out of memory, and a process is killed when it has gone on (memory).
+A kill may come at a moment: while the run starts, resumes, saves a checkpoint, evaluates or ends."""
 
 RAY: dict[str, str] = {
     "engine": "kill hang corrupt partition",

@@ -1,8 +1,8 @@
 """Harm from inside a worker: Python imports this at the start of every process whose PYTHONPATH has this directory.
 
 A file `harm-now` in a run's directory says which process is to go wrong and how; that worker, or the controller,
-renames it to `harm-done` and does. A file `poison` names a request that no engine can answer with numbers. Everywhere
-else this does nothing.
+renames it to `harm-done` and does. A file `poison` names a request that no engine can answer with numbers, a file
+`fatal` a group that ends the process of every rollout worker. Everywhere else this does nothing.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 
-TRIGGER, DONE, POISON, POISONED = "harm-now", "harm-done", "poison", "poisoned"
+TRIGGER, DONE, POISON, FATAL, REACHED = "harm-now", "harm-done", "poison", "fatal", "reached"
 CONNECTIONS = []
 """To this worker, in the order in which they were made: the first is the controller's."""
 
@@ -25,13 +25,13 @@ def _name():
 
 
 def _wait_and_harm(name):
-    done, is_poisoned = None, False
+    done, waiting = None, {"engine": (POISON, _poison), "rollout": (FATAL, _end_at_group)}.get(name.partition("-")[0])
     while True:
         time.sleep(0.01)
         try:
-            if not is_poisoned and name.startswith("engine") and os.path.exists(POISON):
-                is_poisoned = True
-                _poison()
+            if waiting and os.path.exists(waiting[0]):
+                waiting[1]()
+                waiting = None
             with open(TRIGGER) as file:
                 plan = json.load(file)
             if plan["worker"] == name and plan["number"] != done:
@@ -82,8 +82,11 @@ def _cut(plan):
 
 
 def _loaded_engine():
-    """The class of this worker's engine, once it is there."""
-    places = (("headway.engine.vllm.engine", "VllmEngine"), ("headway.engine.embedded.service", "EmbeddedEngine"))
+    return _loaded(("headway.engine.vllm.engine", "VllmEngine"), ("headway.engine.embedded.service", "EmbeddedEngine"))
+
+
+def _loaded(*places):
+    """The class of this worker, once it is there."""
     while True:
         for module, name in places:
             if hasattr(sys.modules.get(module), name):
@@ -129,10 +132,26 @@ def _poison():
             key = request.key
             if key.stream == "train" and (key.group, key.trajectory) == (plan["group"], plan["trajectory"]):
                 item = replace(item, logprobs=np.full_like(item.logprobs, np.nan))
-                open(POISONED, "w").close()
+                open(REACHED, "w").close()
             yield item
 
     engine.generate = poisoned
+
+
+def _end_at_group():
+    """As a workflow that crashes native code would."""
+    worker = _loaded(("headway.rollout.worker", "RolloutWorker"))
+    run = worker.run
+
+    async def fatal(self, admission):
+        with open(FATAL) as file:
+            group = json.load(file)["group"]
+        if admission.stream == "train" and admission.group == group:
+            open(REACHED, "w").close()
+            os._exit(1)
+        return await run(self, admission)
+
+    worker.run = fatal
 
 
 # Training
