@@ -82,7 +82,7 @@ class DevicePublisher:
         views = {key: _view(buffer, offsets[key], tensor) for key, tensor in distinct.items()}
         torch._foreach_copy_(list(views.values()), list(distinct.values()))
         prints = fingerprints_on_device({name: views[id(tensor)] for name, tensor in tensors.items()})
-        torch.cuda.synchronize(self._device)
+        torch.cuda.current_stream(self._device).synchronize()  # a checkpoint's copy on its own stream goes on
         infos = tuple(
             TensorInfo(
                 name,

@@ -204,7 +204,7 @@ class CudaExecutor:
         with torch.cuda.stream(self._stream):
             self.memory.flush()
             order, self.device_s = self._batch.load(ready, bucket_of(len(ready))), 0.0
-            if any(truncates(sequence.request.sampling) for sequence in ready):
+            if any(truncates(s.request.sampling) and s.request.sampling.temperature > 0 for s in ready):
                 found = self._truncated_step([ready[i] for i in order])
             else:
                 graph = self._graph()
@@ -247,14 +247,14 @@ class CudaExecutor:
         return self._decoder.head.logits(hidden_BC)
 
     def _truncated_step(self, ordered: list[RunningSequence]) -> list[tuple[Ints, Floats]]:
-        """One token each by the CPU's sampler, where top-k or top-p need the whole vocabulary sorted."""
+        """One token each, without a graph, where top-k or top-p need the whole vocabulary sorted."""
         self._batch.begin_step()
-        logits_BV = self._logits()[: len(ordered)].cpu()
+        logits_BV = self._logits()[: len(ordered)].float()
         draws = uniforms(
             np.array([sequence.counter for sequence in ordered], np.uint64),
             np.array([sequence.num_tokens - sequence.num_prompt for sequence in ordered], np.uint64),
         )
-        tokens, logprobs = (x.numpy() for x in sample(logits_BV, [s.request.sampling for s in ordered], draws))
+        tokens, logprobs = (x.cpu().numpy() for x in sample(logits_BV, [s.request.sampling for s in ordered], draws))
         return [(tokens[i : i + 1].astype(np.int32), logprobs[i : i + 1]) for i in range(len(ordered))]
 
     # Scores

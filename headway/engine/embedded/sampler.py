@@ -1,9 +1,9 @@
-"""Sampling: counter-based randomness, log-probs and truncated draws, for a batch of rows.
+"""Sampling: counter-based randomness, log-probs and truncated draws, for a batch of rows on any device.
 
 What a request samples depends on (seed, stream, group, trajectory, call, position) and its logits, never on the
 rest of its batch: one uniform number per token, drawn by hashing, inverts the cumulative distribution.
 
-Shape suffixes: B rows, V vocabulary.
+Shape suffixes: B rows, R truncated rows, V vocabulary.
 """
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 from headway.types import Request, Sampling, truncates
 
 _BLOCK = 256
+_ROWS_SORTED = 64
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -41,8 +42,9 @@ def sample(logits_BV: Tensor, samplings: list[Sampling], uniforms_B: NDArray[np.
 
     The vocabulary is walked as few times as possible: one maximum, one exponential, one sum over blocks.
     """
+    device = logits_BV.device
     temperatures = torch.tensor([s.temperature if s.temperature > 0 else 1.0 for s in samplings])
-    scaled_BV = logits_BV if bool((temperatures == 1).all()) else logits_BV / temperatures[:, None]
+    scaled_BV = logits_BV if bool((temperatures == 1).all()) else logits_BV / temperatures[:, None].to(device)
     largest_B = scaled_BV.amax(-1)
     weights_BV = (scaled_BV - largest_B[:, None]).exp_()
     num_rows, vocab = weights_BV.shape
@@ -51,13 +53,14 @@ def sample(logits_BV: Tensor, samplings: list[Sampling], uniforms_B: NDArray[np.
     blocks = weights_BV.view(num_rows, -1, _BLOCK)
     masses = blocks.sum(-1).double()
     log_mass_B = masses.sum(-1).log().float()
-    for row, sampling in enumerate(samplings):
-        if truncates(sampling):
-            _truncate(weights_BV[row], sampling)
-            masses[row] = blocks[row].sum(-1).double()
+    truncated = [row for row, sampling in enumerate(samplings) if truncates(sampling) and sampling.temperature > 0]
+    for start in range(0, len(truncated), _ROWS_SORTED):
+        rows_R = truncated[start : start + _ROWS_SORTED]
+        weights_BV[rows_R] = _truncate(weights_BV[rows_R], [samplings[row] for row in rows_R])
+        masses[rows_R] = blocks[rows_R].sum(-1).double()
     # With NaN among the weights any token may come out; its log-prob is NaN, and the scheduler ends the request.
-    tokens_B = _invert(blocks, masses, torch.from_numpy(uniforms_B)).clamp_(max=vocab - 1)
-    greedy_B = torch.tensor([s.temperature == 0 for s in samplings])
+    tokens_B = _invert(blocks, masses, torch.from_numpy(uniforms_B).to(device)).clamp_(max=vocab - 1)
+    greedy_B = torch.tensor([s.temperature == 0 for s in samplings], device=device)
     if greedy_B.any():
         tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), tokens_B)
     # The maximum first: added to it, the mass of large logits would be rounded away.
@@ -65,18 +68,18 @@ def sample(logits_BV: Tensor, samplings: list[Sampling], uniforms_B: NDArray[np.
     return tokens_B, logprobs_B
 
 
-def _truncate(weights_V: Tensor, sampling: Sampling) -> None:
-    """Zero, in place, what top-k and top-p exclude; the likeliest token always stays."""
-    ordered, order = weights_V.sort(descending=True, stable=True)
-    allowed = torch.ones_like(ordered, dtype=torch.bool)
-    if sampling.top_k:
-        allowed[sampling.top_k :] = False
-        ordered = torch.where(allowed, ordered, 0.0)  # top-p is of what top-k leaves
-    if sampling.top_p < 1:
-        mass = ordered.double().cumsum(0)
-        allowed &= mass - ordered < sampling.top_p * mass[-1]
-    allowed[0] = True
-    weights_V[order[~allowed]] = 0.0
+def _truncate(weights_RV: Tensor, samplings: list[Sampling]) -> Tensor:
+    """The weights without what top-k and top-p exclude; the likeliest token always stays."""
+    vocab, device = weights_RV.shape[1], weights_RV.device
+    top_k_R = torch.tensor([s.top_k or vocab for s in samplings], device=device)
+    top_p_R = torch.tensor([s.top_p if s.top_p < 1 else torch.inf for s in samplings], device=device).double()
+    ordered_RV, order_RV = weights_RV.sort(descending=True, stable=True)
+    allowed_RV = torch.arange(vocab, device=device) < top_k_R[:, None]
+    ordered_RV = torch.where(allowed_RV, ordered_RV, 0.0)  # top-p is of what top-k leaves
+    mass_RV = ordered_RV.double().cumsum(-1)
+    allowed_RV &= mass_RV - ordered_RV < top_p_R[:, None] * mass_RV[:, -1:]
+    allowed_RV[:, 0] = True
+    return torch.where(torch.zeros_like(allowed_RV).scatter(-1, order_RV, allowed_RV), weights_RV, 0.0)
 
 
 def _invert(blocks: Tensor, masses: Tensor, uniforms_B: Tensor) -> Tensor:
@@ -88,7 +91,7 @@ def _invert(blocks: Tensor, masses: Tensor, uniforms_B: Tensor) -> Tensor:
     edges = masses.cumsum(-1)
     target_B = uniforms_B * edges[:, -1]
     block_B = torch.searchsorted(edges, target_B[:, None], right=True).squeeze(-1).clamp_(max=edges.shape[1] - 1)
-    rows_B = torch.arange(len(block_B))
+    rows_B = torch.arange(len(block_B), device=block_B.device)
     before_B = torch.where(block_B > 0, edges[rows_B, block_B - 1], 0.0)
     inner = blocks[rows_B, block_B].double()
     within = torch.searchsorted(inner.cumsum(-1), (target_B - before_B)[:, None], right=True).squeeze(-1)
