@@ -116,6 +116,12 @@ def minibatches_of(
     return [[sample for group in groups for sample in samples_of(group, found, masked)] for groups in assigned]
 
 
+def longest_of(batch: Batch) -> int:
+    """Tokens of the longest sequence, trained or not."""
+    lengths = (len(s.tokens) for group in batch.groups for t in group.trajectories for s in t.sequences)
+    return max(lengths, default=0)
+
+
 @dataclass(frozen=True, eq=False)
 class Share:
     """One rank's samples of a batch, and what the gradient needs to know of the other ranks' samples."""

@@ -1,13 +1,15 @@
-"""AdamW over fp32 master weights, learning-rate warm-up, and the scale of fp16 gradients."""
+"""AdamW over fp32 master weights, learning-rate warm-up, the scale of fp16 gradients, and what came of a step."""
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headway.config import TrainerSection
+from headway.training.algorithms.losses import merge_metrics
 
 SCALE_SHIFTS = (0, 6, 12, 18)
 """Halvings of the fp16 gradient scale, tried in this order while gradients overflow."""
@@ -64,3 +66,27 @@ def gradient_scale(dtype: torch.dtype, num_trained: int, shift: int) -> float:
     the batch alone, so that a replay uses the same.
     """
     return 2.0 ** (num_trained.bit_length() - 1 - shift) if dtype == torch.float16 and num_trained else 1.0
+
+
+@dataclass(frozen=True)
+class MinibatchOutcome:
+    """A minibatch that was queued on the device; its figures may not exist yet."""
+
+    denominator: int
+    metrics: dict[str, Tensor]
+    nonfinite: Tensor  # 1 if this minibatch or one before it was not finite, else 0
+
+
+def read_back(outcomes: list[MinibatchOutcome]) -> tuple[dict[str, float], str]:
+    """The sums and maxima of all minibatches, and what was not finite, if anything: the one synchronisation."""
+    if not outcomes:
+        return {}, ""
+    merged = merge_metrics(outcome.metrics for outcome in outcomes)
+    suspects = [outcome.metrics[name] for outcome in outcomes for name in ("loss_sum", "grad_norm_max")]
+    values = torch.stack([*merged.values(), *suspects]).tolist()
+    totals = dict(zip(merged, values, strict=False))
+    pairs = zip(values[len(merged) :: 2], values[len(merged) + 1 :: 2], strict=True)
+    for outcome, (loss, norm) in zip(outcomes, pairs, strict=True):
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return totals, f"loss {loss / outcome.denominator:g}, gradient norm {norm:g}"
+    return totals, "" if totals["weighted_count"] else "every token of the batch is masked or capped"

@@ -29,7 +29,7 @@ from headway.runtime.handle import with_deadline
 from headway.runtime.protocol import Runtime
 from headway.trained_tokens import TrainedTokens
 from headway.training import checkpoint
-from headway.training.batches import MemoryFit
+from headway.training.batches import MemoryFit, longest_of
 from headway.training.collective import LOOPBACK, RankSpec, Rendezvous
 from headway.training.trainer import Trainer
 from headway.types import Batch, Ints, Scores, StepReport, WeightUpdate
@@ -192,10 +192,9 @@ class RankedTrainer:
     async def _restart_with_less_memory(self, batch: Batch) -> None:
         """Replace all ranks by new ones with a tighter fit and the state from before this training step."""
         rescued = self._directory / _RESCUED
-        longest = max(len(s.tokens) for group in batch.groups for t in group.trajectories for s in t.sequences)
         # Without a rescue there is nothing to wait for: the other ranks are stuck in a pass.
         try:
-            self._fit = self._fit.reduce(longest)
+            self._fit = self._fit.reduce(longest_of(batch))
             await self._save("rescue", rescued)
         except HeadwayError as error:
             raise await self._fail(error) from None

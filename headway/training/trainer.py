@@ -17,14 +17,14 @@ Invariants that live here:
 
 import asyncio
 import logging
-import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ from headway.training.batches import (
     MemoryFit,
     MicroBatch,
     Share,
+    longest_of,
     micro_batches,
     share_of,
     trained_tokens,
@@ -55,22 +56,14 @@ from headway.training.checkpoint import CheckpointPart
 from headway.training.collective import Ranks, RankSpec, join
 from headway.training.companions import Companions
 from headway.training.lora import LoraMasters
-from headway.training.optimizer import SCALE_SHIFTS, adamw, gradient_scale, learning_rate
+from headway.training.optimizer import SCALE_SHIFTS, MinibatchOutcome, adamw, gradient_scale, learning_rate, read_back
 from headway.training.state import HostCopy, lock_pages_early, restore, sample_weights, state_tensors
 from headway.types import Batch, Floats, Ints, Sample, Scores, StepReport, WeightUpdate
 from headway.weights.fingerprints import digest, fingerprints
 from headway.weights.publish import as_part, open_publisher
 
+T = TypeVar("T")
 _SHARED_MEMORY = WeightsSection(transport="shared_memory")
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """A minibatch that was queued on the device; its figures may not exist yet."""
-
-    denominator: int
-    metrics: dict[str, Tensor]
-    nonfinite: Tensor  # 1 if this minibatch or one before it was not finite, else 0
 
 
 @dataclass(frozen=True)
@@ -156,7 +149,8 @@ class Trainer:
             self._has_trained = True
             model = {f"model/{name}": each for name, each in self._model.named_parameters()} if ranks.num == 1 else {}
             lock_pages_early(self._state() | model, self.device)
-        advantages = self._companions.advantages(batch, self._pack)
+        self._moved, self._before = False, None
+        advantages = self._fitting(partial(self._companions.advantages, batch, self._pack), longest_of(batch))
         share = share_of(batch, chosen, self.section.minibatches, self._cost, ranks.rank, ranks.num, advantages)
         metrics, learned = dict[str, float](), dict[str, float]()
         # Ratios are clamped: the loss of an infinite log-prob would be finite, and meaningless.
@@ -166,14 +160,12 @@ class Trainer:
         elif share.finite:
             shifts = list(SCALE_SHIFTS if self._dtype == torch.float16 else SCALE_SHIFTS[:1])
         while skipped and shifts:
-            # The one error that a tighter fit resolves.
-            try:
-                metrics, skipped = self._train_minibatches(share, shifts[0])
-                del shifts[0]
-            except torch.OutOfMemoryError as error:
-                self._reduce_memory(error, share.longest)
+            metrics, skipped = self._fitting(partial(self._train_minibatches, share, shifts.pop(0)), share.longest)
         if not skipped:
-            learned = self._companions.learn(batch, advantages, self._pack)
+            self._moved = False  # the policy's step is done; the critic has not moved yet
+            self._fitting(partial(self._companions.learn, batch, advantages, self._pack), share.longest)
+            self._moved = True
+            learned = self._fitting(self._companions.step, share.longest)
             self.version += 1
         return StepReport(
             version=self.version,
@@ -194,6 +186,16 @@ class Trainer:
         self.fit = fit
         if fit.recompute:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
+            self._companions.recompute()
+
+    def _fitting(self, attempt: Callable[[], T], longest: int) -> T:
+        """What the attempt returns; it is repeated with a tighter fit while memory runs out."""
+        while True:
+            # The one error that a tighter fit resolves.
+            try:
+                return attempt()
+            except torch.OutOfMemoryError as error:
+                self._reduce_memory(error, longest)
 
     def _reduce_memory(self, error: torch.OutOfMemoryError, longest: int) -> None:
         """Return to the state before this training step, with a tighter fit for the next attempt."""
@@ -228,7 +230,7 @@ class Trainer:
             scale = gradient_scale(self._dtype, about.num_tokens, scale_shift)
             outcomes.append(self._optimizer_step(minibatch, about, nonfinite, scale))
             nonfinite = outcomes[-1].nonfinite
-        metrics, skipped = _read_back(outcomes)
+        metrics, skipped = read_back(outcomes)
         metrics["micro_batches"] = float(sum(map(len, minibatches)))
         if skipped:
             self.optimizer.zero_grad(set_to_none=True)
@@ -246,7 +248,7 @@ class Trainer:
 
     def _optimizer_step(
         self, minibatch: list[MicroBatch], figures: Figures, nonfinite: Tensor, scale: float
-    ) -> _Outcome:
+    ) -> MinibatchOutcome:
         """One minibatch. Weights stay if its loss or gradient is not finite, or an earlier minibatch's was `nonfinite`.
 
         Passes compute gradients multiplied by `scale`.
@@ -271,7 +273,7 @@ class Trainer:
         self._before_change()
         self.optimizer.step()
         self.masters.refresh()
-        return _Outcome(figures.num_tokens, metrics, nonfinite)
+        return MinibatchOutcome(figures.num_tokens, metrics, nonfinite)
 
     def _before_change(self) -> None:
         self._moved = True
@@ -330,6 +332,7 @@ class Trainer:
         self._before_change()
         restore(self._state(), tensors)
         self.masters.refresh()
+        self._companions.refresh()
 
     # Weights
 
@@ -483,18 +486,3 @@ def check_batch(batch: Batch, version: int, worst_staleness: int | None) -> None
     worst = max(batch.staleness, default=0)
     if worst_staleness is not None and worst > worst_staleness:
         raise InvariantBroken(f"a batch is {worst} versions stale, beyond the bound of {worst_staleness}")
-
-
-def _read_back(outcomes: list[_Outcome]) -> tuple[dict[str, float], str]:
-    """The sums and maxima of all minibatches, and what was not finite, if anything: the one synchronisation."""
-    if not outcomes:
-        return {}, ""
-    merged = merge_metrics(outcome.metrics for outcome in outcomes)
-    suspects = [outcome.metrics[name] for outcome in outcomes for name in ("loss_sum", "grad_norm_max")]
-    values = torch.stack([*merged.values(), *suspects]).tolist()
-    totals = dict(zip(merged, values, strict=False))
-    pairs = zip(values[len(merged) :: 2], values[len(merged) + 1 :: 2], strict=True)
-    for outcome, (loss, norm) in zip(outcomes, pairs, strict=True):
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            return totals, f"loss {loss / outcome.denominator:g}, gradient norm {norm:g}"
-    return totals, "" if totals["weighted_count"] else "every token of the batch is masked or capped"

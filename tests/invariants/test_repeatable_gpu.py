@@ -168,7 +168,7 @@ def test_invariant_14_a_killed_gpu_run_comes_back(tiny_model: str, tmp_path: Pat
         "run": {"steps": 3, "deterministic": deterministic},
         "staleness": {"max_staleness": 0},
         "model": {"dtype": "bfloat16", "path": tiny_model},
-        "trainer": {"device": "cuda", "batch_groups": 3, "token_budget": 256, "lr": 1e-3},
+        "trainer": {"device": "cuda", "batch_groups": 3, "token_budget": 256, "lr": 1e-3, "compile": False},
     }
     config = make_config(tmp_path, tiny_model, **sections)
     run_inline(config)

@@ -31,7 +31,7 @@ ROOMS: list[tuple[str, int]] = [
     ("tasks", 3925),
     ("monitor", 3710),
     ("engine", 5195),
-    ("training", 2920),
+    ("training", 2975),
     ("rollout", 2815),
     ("control", 3060),
     ("launch", 460),

@@ -11,7 +11,8 @@ from training import make_batch, make_trainer, map_sequences, plain_model, refer
 
 from headway.training import checkpoint
 from headway.training.algorithms.credit import batch_advantages
-from headway.training.companions import each_token
+from headway.training.batches import MicroBatch
+from headway.training.companions import Critic, each_token
 from headway.types import NOT_SAMPLED, Batch, Sequence, Trajectory
 
 PPO: dict[str, Any] = {"preset": "ppo", "critic_lr": 1e-2}
@@ -75,6 +76,48 @@ def test_a_critic_is_saved_and_continued_and_never_published(tiny_model: str, tm
     assert again.adopt() == 1
     ours, theirs = (each.train(after).metrics for each in (trainer, again))
     assert ours == theirs and ours["critic_loss"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_critic_computes_in_the_types_of_the_policy_from_fp32_masters(
+    tiny_model: str, dtype: str, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tiny_model, dtype=dtype, lr=1e-6, **PPO)
+    batches = [Batch(version, make_batch().groups) for version in range(12)]
+    losses = [trainer.train(batch).metrics["critic_loss"] for batch in batches]
+    assert losses[-1] < 0.7 * losses[0]
+    critic = trainer._companions._critic
+    assert critic is not None
+    computed = {weight.dtype for weight in critic._model.parameters()}
+    assert computed == {getattr(torch, dtype)} and critic._head.weight.dtype == torch.float32
+    assert {tensor.dtype for tensor in critic.state().values()} == {torch.float32}
+    save_state(trainer, tmp_path / "slot")
+    again = make_trainer(tiny_model, dtype=dtype, lr=1e-6, **PPO)
+    again.read(str(tmp_path / "slot"))
+    again.adopt()
+    after = make_batch(version=12, first=10)
+    assert again.train(after).metrics == trainer.train(after).metrics
+
+
+@pytest.mark.parametrize("what", ["advantages", "learn"])
+def test_a_critic_short_of_memory_gets_smaller_micro_batches_and_no_second_step(
+    tiny_model: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm, tight = (make_trainer(tiny_model, token_budget=4096, minibatches=2, lr=1e-3, **PPO) for _ in range(2))
+    forward = Critic.forward
+
+    def forward_with_little_room(critic: Critic, micro_batch: MicroBatch) -> torch.Tensor:
+        is_this_pass = torch.is_grad_enabled() == (what == "learn")
+        if critic is tight._companions._critic and is_this_pass and len(micro_batch.tokens_T) > 40:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(critic, micro_batch)
+
+    monkeypatch.setattr(Critic, "forward", forward_with_little_room)
+    one, other = (trainer.train(make_batch()) for trainer in (calm, tight))
+    assert tight.version == 1 and tight.fit.token_budget < 4096
+    assert {name: other.metrics[name] for name in ("critic_loss", "critic_grad_norm", "grad_norm")} == pytest.approx(
+        {name: one.metrics[name] for name in ("critic_loss", "critic_grad_norm", "grad_norm")}, rel=1e-4
+    )
 
 
 @pytest.mark.parametrize(("before", "after"), [({}, PPO), (PPO, {})])

@@ -188,13 +188,13 @@ def test_two_bf16_steps_of_two_minibatches_follow_those_of_the_cpu(tiny_model: s
 @pytest.fixture
 def waiting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """From the call on, whatever makes the host wait for the device raises, up to the one place that may."""
-    read_back = trainer_module._read_back
+    read_back = trainer_module.read_back
 
     def allowed(outcomes: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")
         return read_back(outcomes)
 
-    monkeypatch.setattr(trainer_module, "_read_back", allowed)
+    monkeypatch.setattr(trainer_module, "read_back", allowed)
     yield lambda: torch.cuda.set_sync_debug_mode("error")
     torch.cuda.set_sync_debug_mode("default")
 

@@ -28,6 +28,8 @@ from headway.engine.protocol import KvPolicy
 from headway.errors import WeightMismatch
 from headway.model.loading import named_weights
 from headway.types import StopReason
+from headway.weights import lora
+from headway.weights.fingerprints import digest
 from headway.weights.publish import Publisher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
@@ -272,3 +274,38 @@ def test_invariant_5_a_completion_ended_by_another_engine_has_the_tokens_of_an_u
     calm, outcome = drive(make_core(tiny_model, False), requests), drive(make_core(tiny_model, False), again)
     for request in requests:
         assert_same(outcome[request], calm[request], atol=CLOSE)
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2", "gemma3_text"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_invariant_11_adapters_are_merged_into_fused_matrices_and_graphs_outlive_them(
+    tiny_variant: Callable[[str], str], variant: str, dtype: torch.dtype
+) -> None:
+    from headway.weights.cuda import DevicePublisher, fingerprints_on_device
+
+    path, device = tiny_variant(variant), torch.device(driving.DEVICE)
+    core, publisher = make_core(path, deterministic=False, dtype=dtype), DevicePublisher(device)
+    base = named_weights(plain_model(path).to(device, dtype))
+    names = [name.removesuffix(".weight") for name, tensor in base.items() if ".layers." in name and tensor.ndim == 2]
+    requests, tokens = group_of(2, prompt(40), max_tokens=4), prompt(30, seed=1)
+    drive(core, requests)
+    addresses = [parameter.data_ptr() for parameter in core.model.parameters()]
+    for version in (1, 2, 3):
+        torch.manual_seed(version)
+        factors, expected = {}, plain_model(path)
+        for name in names:
+            rows, columns = base[f"{name}.weight"].shape
+            a, b = (0.1 * torch.randn(*shape, device=device) for shape in ((4, columns), (rows, 4)))
+            factors |= {name + lora.A: a, name + lora.B: b}
+            merged = lora.merged(base[f"{name}.weight"], a, b)
+            named_weights(expected)[f"{name}.weight"].data = merged.float().cpu()
+        update = publisher.publish(version, factors, digest(fingerprints_on_device(base)))
+        core.stage(update)
+        assert core.swap(version, "keep").fingerprints == update.fingerprints
+        gap = np.abs(core.score((tokens,), 1.0).logprobs[0] - teacher_forced(expected, tokens))
+        assert gap.max() < (CLOSE if dtype == torch.float32 else 0.3)
+        completion = drive(core, requests)[requests[0]]  # by graphs captured under version 0
+        forced = teacher_forced(expected, whole(requests[0], completion))[40:]
+        assert np.abs(completion.logprobs - forced).max() < (CLOSE if dtype == torch.float32 else 0.3)
+    assert addresses == [parameter.data_ptr() for parameter in core.model.parameters()]
+    publisher.close()
