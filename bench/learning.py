@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING
 
 from common import RESULTS_DIR, Message, Record, shown, versions
@@ -198,6 +199,17 @@ def accuracies_of(model: Path, directory: Path, options: argparse.Namespace) -> 
             kept.write_text(json.dumps(_shares(directory / "eval" / "eval" / "problems.jsonl")))
         found[way] = json.loads(kept.read_text())
     return found
+
+
+def check_model(run: Path) -> None:
+    """End unless the model in the run directory is that of its last step: a full disk leaves an older one, or none."""
+    from headway.record.events import Warned
+    from headway.record.run import Run
+
+    folded = Run.read(run)
+    lost = f"the model of version {folded.num_trained} was not written"
+    if any(lost in event.message for event in folded.all(Warned)) or not (run / "model").is_dir():
+        sys.exit(f"{run}: {lost}; make room on the disk and name another --root")
 
 
 def _shares(problems: Path) -> Message:
@@ -443,8 +455,10 @@ def main(arguments: list[str]) -> None:
             found.append(known)
             write()
         if options.what == "real":
+            check_model(directory / "run")
             known["after"] = accuracies_of(directory / "run" / "model", directory, options)
             write()
+            rmtree(directory / "run" / "checkpoint", ignore_errors=True)  # tens of gigabytes, and nothing is resumed
         console.print(f"{run.name}: {last_accuracy(known):.1%}, {known['wall_s']:.0f} s", highlight=False)
     draw(found, options.out.with_suffix(".png"))
     show(summary(found), console)

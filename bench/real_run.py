@@ -56,7 +56,8 @@ def train(options: argparse.Namespace, log: Path) -> None:
             process.wait(60 * options.minutes)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
-            process.wait(END_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # what it recorded until then counts
+                process.wait(END_S)
         finally:
             process.kill()
 

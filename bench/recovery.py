@@ -8,6 +8,7 @@ largest relative difference is reported; bit for bit equal ones are "equal". The
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -121,7 +122,7 @@ class Run:
                 raise HeadwayError(f"the run has no {victim} to kill; see {self._output}")
             chosen = named if victim == "trainer" else [choose.choice(sorted(named, key=_name))]
         for worker in chosen:
-            if worker.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended with its controller
                 worker.kill()
         if victim == "run":
             self._process.wait()

@@ -233,7 +233,11 @@ def real_run(record: Record) -> str:
         ["goodput: of the tokens generated, trained", f"{summary['goodput']:.1%}"],
         ["staleness", f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}"],
         ["engine busy, trainer busy", f"{summary['engine_busy_share']:.0%}, {summary['trainer_busy_share']:.0%}"],
-        ["GPU busy by its own account", f"{gpu['utilization_percent']:.0f}%, {gpu['power_w']:.0f} W"],
+        *(
+            [["GPU busy by its own account", f"{gpu['utilization_percent']:.0f}%, {gpu['power_w']:.0f} W"]]
+            if gpu
+            else []
+        ),
         ["log-prob of a sampled token, engine against trainer", f"{summary['sampled_gap_max_abs']:.2f} at most"],
         ["pause for new weights", f"mean {summary['pause_ms_mean']:.0f} ms, max {summary['pause_ms_max']:.0f} ms"],
     ]
