@@ -173,17 +173,20 @@ class StandInTrainer:
 
 
 class Flight:
-    """Follows the log: how many events of each kind, how many groups are in flight, and when they all are."""
+    """Follows the log: how many events of each kind, how many groups are in flight, when they all are, and what the
+    time from the first admission on cost: starting workers is no group's cost."""
 
     def __init__(self, num_concurrent: int) -> None:
         self._num_concurrent = num_concurrent
         self.num_events: Counter[str] = Counter()
+        self.meter: Meter | None = None
         self.most_in_flight = 0
         self._full = asyncio.Event()
 
     def on_event(self, event: "Event") -> None:
         self.num_events[event.kind] += 1
         if event.kind == "admitted":
+            self.meter = self.meter or Meter()
             in_flight = self.num_events["admitted"] - self.num_events["finished"]
             self.most_in_flight = max(self.most_in_flight, in_flight)
             if in_flight == self._num_concurrent:
@@ -285,11 +288,11 @@ async def measure(spec: Message, directory: Path) -> Message:
         fleet = cast(Fleet, StandInFleet(runtime, config, hall))
         controller = Controller(config, fleet, tasks, progress, log, directory)
         release = asyncio.create_task(flight.release(hall))
-        meter = Meter()
         await controller.run()
         await log.flush()
         num_groups = config.run.steps * batch_groups
-        figures = meter.read(num_groups, flight)
+        assert flight.meter is not None
+        figures = flight.meter.read(num_groups, flight)
         await release
     for closing in (metrics, log, view):
         closing.close()

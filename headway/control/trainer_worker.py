@@ -15,7 +15,7 @@ from headway.control.engine_pool import EnginePool, Published
 from headway.control.retrain import load_newest_checkpoint, retrain
 from headway.control.supervisor import Supervised, Supervisor
 from headway.control.workers import Fleet
-from headway.errors import InvariantBroken
+from headway.errors import DeadlineExceeded, InvariantBroken
 from headway.record.events import Warned
 from headway.record.phases import phase
 from headway.record.run import Run
@@ -76,7 +76,14 @@ class TrainerWorker(Supervised[RankedTrainer]):
         async def check(trainer: RankedTrainer) -> None:
             await trainer.ping(health_s)
 
-        await self._supervisor.check_health(self, check, period_s)
+        try:
+            await self._supervisor.check_health(self, check, period_s)
+        except DeadlineExceeded as late:  # of the trainer as a whole: say which rank it was, if others answer
+            assert self.worker is not None
+            silent = self.worker.silent
+            if len(silent) == len(self.worker.ranks):
+                raise
+            raise DeadlineExceeded(f"{late}; no answer to a ping from {', '.join(sorted(silent))}") from None
 
     async def _restore(self, trainer: RankedTrainer) -> None:
         """To the version of the record; weights that did not reach every engine are published again."""

@@ -69,6 +69,7 @@ class RankedTrainer:
         self._rendezvous: Rendezvous | None = None
         self._writing = asyncio.Lock()
         self.ranks: list[Any] = []  # handles of `Trainer`: its methods are awaited
+        self.silent: set[str] = set()
         self._cause: HeadwayError | None = None
         self._ending: asyncio.Future[list[None]] | None = None
 
@@ -103,9 +104,18 @@ class RankedTrainer:
         self._rendezvous = None
 
     async def ping(self, seconds: float) -> None:
-        """Raise `DeadlineExceeded` naming a rank that does not answer in time; the runtime reports deaths."""
+        """Raise `DeadlineExceeded` naming a rank that does not answer in time; the runtime reports deaths.
+
+        `silent` are those that have not answered yet.
+        """
+        self.silent = {*self._names}
+
+        async def ping(name: str, rank: Any) -> None:
+            await with_deadline(rank, seconds).ping()
+            self.silent.discard(name)
+
         with suppress(WorkerDied):
-            await together(*(with_deadline(rank, seconds).ping() for rank in self.ranks))
+            await together(*map(ping, self._names, self.ranks))
 
     # What a trainer does
 
