@@ -32,7 +32,7 @@ ROOMS: list[tuple[str, int]] = [
     ("monitor", 3710),
     ("engine", 5195),
     ("training", 2982),
-    ("rollout", 2815),
+    ("rollout", 2822),
     ("control", 3067),
     ("launch", 460),
     ("plan", 150),
