@@ -438,9 +438,13 @@ class Play:
 
     def _left(self) -> tuple[list[psutil.Process], list[str]]:
         segments = sorted(set(os.listdir("/dev/shm")) - self._shared_memory) if self.run.runtime == "local" else []
+        if self.run.engine != "vllm":  # semaphores are a server's, of the run that is played at the same time
+            segments = [name for name in segments if not name.startswith("sem.")]
         # A process killed before it had a worker leaves its directory of sockets to the next incarnation of the run.
         was_killed = self.process is None or self._code == -signal.SIGKILL
-        files = [*([] if was_killed else map(str, self.scratch.iterdir())), *unused(segments)]
+        # vLLM's compiled kernels stay for the next server.
+        scratch = [str(path) for path in self.scratch.iterdir() if not path.name.startswith("torchinductor_")]
+        files = [*([] if was_killed else scratch), *unused(segments)]
         return processes_in(self.directory), files
 
 

@@ -108,9 +108,11 @@ def environment(device: str, scratch: str) -> dict[str, str]:
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # nor for adapters
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        # Only its sockets, not TMPDIR: compiled kernels must outlive the server, or every start is slow.
         "VLLM_RPC_BASE_PATH": scratch,
+        "TMPDIR": scratch,  # a server that is killed leaves files there
     }
+    # Compiled kernels must outlive the server, or every start is slow.
+    values.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
     if device == "cpu":
         # Bound to all cores, as vLLM does by itself, several engines of one machine would share the first ones.
         values.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -81,12 +81,17 @@ def _cut(plan):
 # Answers
 
 
-def _loaded_engine():
-    return _loaded(("headway.engine.vllm.engine", "VllmEngine"), ("headway.engine.embedded.service", "EmbeddedEngine"))
+CLASSES = {
+    "engine": [("headway.engine.vllm.engine", "VllmEngine"), ("headway.engine.embedded.service", "EmbeddedEngine")],
+    "rollout": [("headway.rollout.worker", "RolloutWorker")],
+    "trainer": [("headway.training.trainer", "Trainer")],
+    "controller": [("headway.control.controller", "Controller")],
+}
 
 
-def _loaded(*places):
-    """The class of this worker, once it is there."""
+def _loaded():
+    """The class of this worker, once it is there: an import in this thread before that may break the worker's own."""
+    places = CLASSES[_name().partition("-")[0]]
     while True:
         for module, name in places:
             if hasattr(sys.modules.get(module), name):
@@ -99,7 +104,7 @@ def _talk_nonsense(plan):
 
     import numpy as np
 
-    engine = _loaded_engine()
+    engine = _loaded()
     generate = engine.generate
     wrong = (
         lambda item: replace(item, tokens=item.tokens + 1_000_000),
@@ -121,7 +126,7 @@ def _poison():
 
     import numpy as np
 
-    engine = _loaded_engine()
+    engine = _loaded()
     generate = engine.generate
 
     async def poisoned(self, request):
@@ -140,7 +145,7 @@ def _poison():
 
 def _end_at_group():
     """As a workflow that crashes native code would."""
-    worker = _loaded(("headway.rollout.worker", "RolloutWorker"))
+    worker = _loaded()
     run = worker.run
 
     async def fatal(self, admission):
@@ -159,6 +164,7 @@ def _end_at_group():
 
 def _run_out_of_memory(plan):
     """Once, in one of the next backward passes."""
+    _loaded()
     import torch
 
     backward, left = torch.Tensor.backward, [1 + plan["draw"] % 3]
@@ -177,6 +183,7 @@ def _linger(plan):
     """In the middle of the next checkpoint, for long enough to be killed there."""
     import shutil
 
+    _loaded()
     from headway.training import checkpoint
 
     write_part, replace, left = checkpoint.write_part, checkpoint.replace, [1]
@@ -206,6 +213,7 @@ def _linger(plan):
 
 def _flip_a_bit(plan):
     """Of all weights that this engine receives from now on."""
+    _loaded()
     from headway.weights import fingerprints, shadow
     from headway.weights import receive as receiving
 
@@ -229,6 +237,7 @@ def _flip_a_bit(plan):
 
 def _break_transfers(plan):
     """Once or twice, where there are three tries."""
+    _loaded()
     from headway.weights.stream import WeightServer
 
     answer, left = WeightServer._answer, [1 + plan["draw"] % 2]
