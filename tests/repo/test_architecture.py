@@ -30,7 +30,7 @@ ROOMS: list[tuple[str, int]] = [
     ("weights", 1230),
     ("tasks", 3925),
     ("monitor", 3710),
-    ("engine", 5200),
+    ("engine", 5210),
     ("training", 2982),
     ("rollout", 2822),
     ("control", 3067),

@@ -80,6 +80,8 @@ class ServerConnection:
         await asyncio.wait({ready, server.ended}, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
             ready.cancel()
+            if server.was_killed:  # which another start may not be
+                raise server.ended.result()
             raise ConfigError(f"{server.ended.result()}; it was not ready yet: check engine.vllm_args and the log")
         try:
             ready.result()

@@ -127,9 +127,10 @@ def environment(device: str, scratch: str) -> dict[str, str]:
 class Server:
     """A vLLM server process; its output goes to our stderr, its last lines are stored for error messages."""
 
-    def __init__(self, process: asyncio.subprocess.Process, socket: str) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, socket: str, directories: list[str]) -> None:
         self.socket = socket
-        self._process = process
+        self._process, self._directories = process, directories
+        self.was_killed = False
         self._lines: deque[str] = deque(maxlen=_NUM_LINES)
         self.ended = asyncio.create_task(self._watch())
 
@@ -139,17 +140,17 @@ class Server:
         short = None if len(tempfile.gettempdir()) < _SHORT else "/tmp"
         scratch = tempfile.mkdtemp(prefix="headway-vllm-", dir=short)
         socket = f"{scratch}/s"
-        root = str(Path(headway.__file__).parent.parent)
+        root, directories = str(Path(headway.__file__).parent.parent), [scratch, str(model.parent)]
         command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--uds", socket, *arguments]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-c", _BOOT, root, str(os.getpid()), f"{scratch}:{model.parent}", *command),
+            *(sys.executable, "-P", "-c", _BOOT, root, str(os.getpid()), ":".join(directories), *command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,  # the guardian must survive what kills its owner's group
             env=environment(device, scratch),
         )
-        return cls(process, socket)
+        return cls(process, socket, directories)
 
     async def _watch(self) -> WorkerDied:
         """Forward the server's output until it exits; returns the exit as an error."""
@@ -160,9 +161,13 @@ class Server:
             if text:
                 self._lines.append(text)
         code = await self._process.wait()
+        for directory in self._directories:  # a guardian that was killed removed none
+            shutil.rmtree(directory, ignore_errors=True)
         sys.stderr.flush()
-        how = f"signal {code - 128}" if code > 128 else f"exit code {code}"
-        said = self.cause() or (self._lines[-1] if self._lines and code <= 128 else "")
+        number = code - 128 if code > 128 else -code
+        self.was_killed = number > 0
+        how = f"signal {number}" if self.was_killed else f"exit code {code}"
+        said = self.cause() or (self._lines[-1] if self._lines and not self.was_killed else "")
         return WorkerDied(f"the vLLM server ended ({how})" + (f"; it said: {said}" if said else ""))
 
     def cause(self) -> str:

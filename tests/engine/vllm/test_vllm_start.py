@@ -19,7 +19,7 @@ from headway.engine.vllm.engine import VllmEngine
 from headway.engine.vllm.messages import PROCESSED, RAW
 from headway.engine.vllm.model_copy import ServedModel
 from headway.engine.vllm.process import Server, arguments, check_interpreter, environment
-from headway.errors import ConfigError, DeadlineExceeded
+from headway.errors import ConfigError, DeadlineExceeded, WorkerDied
 
 
 def served(context: int = 512) -> ServedModel:
@@ -104,6 +104,14 @@ def test_a_server_that_ends_before_it_is_ready_shows_its_first_error(tmp_path: P
     assert not engine._connection.files.root.exists()
 
 
+def test_a_server_that_is_killed_before_it_is_ready_may_be_started_again(tmp_path: Path, tiny_model: str) -> None:
+    """A worker's death, not a mistake in the config, which would end the run."""
+    section = EngineSection(kind="vllm", vllm_python=program(tmp_path, "os.kill(os.getpid(), 9)"))
+    engine = VllmEngine(tiny_model, "float32", section, "", PROCESSED, 20.0)
+    with pytest.raises(WorkerDied, match=r"^the vLLM server ended \(signal 9\)$"):
+        run(engine.open())
+
+
 def test_a_version_without_spans_is_refused_before_a_server_starts(tmp_path: Path, tiny_model: str) -> None:
     started = tmp_path / "started"
     python = program(tmp_path, f"open({str(started)!r}, 'w')", version="0.26.0")
@@ -154,6 +162,24 @@ def test_an_owner_that_is_killed_takes_the_server_and_all_it_started_along(tmp_p
     owner.wait()
     _, left = psutil.wait_procs(family, timeout=20)
     assert not left and not copy.exists()
+
+
+def test_a_server_whose_guardian_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    python, copy = tmp_path / "python", tmp_path / "copy"
+    python.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(600)\n")
+    python.chmod(0o755)
+    (copy / "served").mkdir(parents=True)
+
+    async def scenario() -> None:
+        server = await Server.start(str(python), copy / "served", [], "cpu")
+        await until(lambda: len(psutil.Process().children(recursive=True)) >= 2)
+        (guardian,) = psutil.Process().children()
+        guardian.kill()
+        assert "signal 9" in str(await server.ended) and server.was_killed
+        assert not Path(server.socket).parent.exists()
+
+    run(scenario())
+    assert not copy.exists()
 
 
 def test_a_closed_server_has_ended_and_left_nothing(tmp_path: Path) -> None:
