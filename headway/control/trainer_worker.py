@@ -81,7 +81,7 @@ class TrainerWorker(Supervised[RankedTrainer]):
         except DeadlineExceeded as late:  # of the trainer as a whole: say which rank it was, if others answer
             assert self.worker is not None
             silent = self.worker.silent
-            if len(silent) == len(self.worker.ranks):
+            if not 0 < len(silent) < len(self.worker.ranks):
                 raise
             raise DeadlineExceeded(f"{late}; no answer to a ping from {', '.join(sorted(silent))}") from None
 

@@ -119,7 +119,7 @@ class Trainer:
         self._before: dict[str, Tensor] | None = None  # the state a training step of several minibatches began with
         self._seen: list[tuple[list[Sample], Tensor]] = []  # by this training step's loss, for the record
         self._has_trained = False
-        self._moved = False  # whether weights may differ from those the training step began with
+        self._moved = False  # whether the attempt in progress may have changed weights
         self._copying: list[HostCopy] = []  # may be incomplete
         self._snapshot: _Snapshot | None = None
         self._model_copy: HostCopy | None = None
@@ -162,7 +162,7 @@ class Trainer:
         while skipped and shifts:
             metrics, skipped = self._fitting(partial(self._train_minibatches, share, shifts.pop(0)), share.longest)
         if not skipped:
-            self._moved = False  # the policy's step is done; the critic has not moved yet
+            self._moved = False  # the policy's step is done; the critic's passes change nothing
             self._fitting(partial(self._companions.learn, batch, advantages, self._pack), share.longest)
             self._moved = True
             learned = self._fitting(self._companions.step, share.longest)

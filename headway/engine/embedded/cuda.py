@@ -23,11 +23,11 @@ from headway.engine.embedded.decoder import Decoder, Layer, Norm, Rotation, acti
 from headway.engine.embedded.live_weights import LiveWeights
 from headway.engine.embedded.paged_attention import decode_attention, prefill_attention
 from headway.engine.embedded.paged_kv import PAGE, PagedMemory, Pages
-from headway.engine.embedded.sampler import sample, uniforms
+from headway.engine.embedded.sampler import is_truncated, sample, uniforms
 from headway.engine.embedded.sequence import RunningSequence
 from headway.errors import ConfigError
 from headway.model.loading import model_shape
-from headway.types import Floats, Ints, WeightUpdate, truncates
+from headway.types import Floats, Ints, WeightUpdate
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _SCORE_CHUNK = 1024
@@ -204,7 +204,7 @@ class CudaExecutor:
         with torch.cuda.stream(self._stream):
             self.memory.flush()
             order, self.device_s = self._batch.load(ready, bucket_of(len(ready))), 0.0
-            if any(truncates(s.request.sampling) and s.request.sampling.temperature > 0 for s in ready):
+            if any(is_truncated(sequence.request.sampling) for sequence in ready):
                 found = self._truncated_step([ready[i] for i in order])
             else:
                 graph = self._graph()

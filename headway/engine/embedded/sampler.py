@@ -53,7 +53,7 @@ def sample(logits_BV: Tensor, samplings: list[Sampling], uniforms_B: NDArray[np.
     blocks = weights_BV.view(num_rows, -1, _BLOCK)
     masses = blocks.sum(-1).double()
     log_mass_B = masses.sum(-1).log().float()
-    truncated = [row for row, sampling in enumerate(samplings) if truncates(sampling) and sampling.temperature > 0]
+    truncated = [row for row, sampling in enumerate(samplings) if is_truncated(sampling)]
     for start in range(0, len(truncated), _ROWS_SORTED):
         rows_R = truncated[start : start + _ROWS_SORTED]
         weights_BV[rows_R] = _truncate(weights_BV[rows_R], [samplings[row] for row in rows_R])
@@ -66,6 +66,11 @@ def sample(logits_BV: Tensor, samplings: list[Sampling], uniforms_B: NDArray[np.
     # The maximum first: added to it, the mass of large logits would be rounded away.
     logprobs_B = scaled_BV.gather(-1, tokens_B[:, None]).squeeze(-1) - largest_B - log_mass_B
     return tokens_B, logprobs_B
+
+
+def is_truncated(sampling: Sampling) -> bool:
+    """Whether the draw excludes tokens; the likeliest, which greedy sampling takes, never is."""
+    return truncates(sampling) and sampling.temperature > 0
 
 
 def _truncate(weights_RV: Tensor, samplings: list[Sampling]) -> Tensor:
